@@ -44,6 +44,9 @@ TILES = [
 # With `hold` no state stays in shared memory.
 _TILED = [Case(B, 3, 1, D, ("state", "lengths", "reset")) for B, D in TILES]
 _TILED += [Case(B, 3, 1, D, ("state", "hold")) for B, D in TILES[::2]]
+# Heads whose weights do not stay in L2 together: of an LSTM in 16 bits two launches, of two heads and
+# of one, and in fp32 three.
+PARTS = Case(70, 4, 3, 1608, ("state", "lengths", "reset"))
 # One tile of sequences and several, the last with fewer; units that do not fill their tiles; a depth
 # that ends within a panel of 64; a block with one tile, and with several.
 BATCH = [
@@ -57,6 +60,7 @@ BATCH = [
     Case(1024, 4, 1, 1152, ("state", "lengths", "reset")),  # states kept; a last tile of 32 units
     Case(1024, 4, 1, 1128, ("state",)),  # a last tile of 8 units
     Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
+    PARTS,
     *_TILED,
     Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
 ]
@@ -69,6 +73,7 @@ BATCH_TF32 = [
     Case(300, 5, 1, 300, MASKS),
     Case(600, 3, 3, 384, ("state", "lengths")),
     Case(1024, 5, 1, 1148, ("state", "lengths", "reset")),  # 128 x 40, the last of 28 units
+    PARTS,
     *_TILED,
     Case(512, 16, 1, 656, ("state",)),  # chosen by the planner
 ]

@@ -57,7 +57,7 @@ void print_plan(Problem p, const Device& d) {
   const Engine own = select_matrix(p, d);
   if (engine == Engine::kGemm) print("instead_of", names[int(select_own(p, d))]);
   if (engine == Engine::kFma) print("instead_of", names[int(own)]);
-  if (engine == Engine::kBatch) print("instead_of", names[int(select_backward(p, d))]);
+  if (engine == Engine::kBatch) print("instead_of", names[int(select_other(p, d, false))]);
   if (own == Engine::kBlock) runs += "block,";
   if (own != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
   if (own != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
@@ -71,6 +71,8 @@ void print_plan(Problem p, const Device& d) {
   const bool batch = multiplies && p.T > 1 && p.D * e % 16 == 0 && d.code.sm_90a;
   print("runs", runs + (batch && p.S * p.N * p.D < 1l << 30 ? ",batch" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
+  const Engine backward = select_backward(p, d);
+  if (backward != engine) print("backward", names[int(backward)]);
   if (engine == Engine::kFma) {
     const long units = ((p.D + blocks - 1) / blocks + 3) / 4 * 4;
     const long there = G == 1 ? (units + 3) / 4 * 8 : units * (wide <= 128 ? 4 : 8);
@@ -87,12 +89,13 @@ void print_plan(Problem p, const Device& d) {
     const batch::Tile t = batch::tiles(G, e)[batch::best_tile(sizes, d)];
     const long rows = 64 * t.blocks * (t.turns ? 1 : 2);
     const long stage = 128 * (rows + t.units * G);
-    const long count = p.N * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
+    const long at_once = std::max(1l, (e == 4 ? 70'000'000 : 45'000'000) / (p.D * p.D * G * e));
+    const long launches = (p.N + at_once - 1) / at_once, heads = (p.N + launches - 1) / launches;
+    const long count = heads * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
     const long rounds = (count + d.sms - 1) / d.sms;
-    print("backward", names[int(select_backward(p, d))]);
     print("tile", rows), print("units", t.units);
     print("takes_turns", t.turns ? "yes" : "no"), print("tiles", count);
-    print("thread_blocks", (count + rounds - 1) / rounds);
+    print("thread_blocks", (count + rounds - 1) / rounds), print("launches", launches);
     const batch::Sizes saving{p.S, p.N, p.D, G, e, keeps, true};
     const batch::Tile saves = batch::tiles(G, e)[batch::best_tile(saving, d)];
     print("saving.tile", 64 * saves.blocks * (saves.turns ? 1 : 2));

@@ -74,19 +74,25 @@ def test_opcheck(fused_rnn, name, call):
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
 @pytest.mark.parametrize("directions", [1, 2])
-def test_padded_units_change_nothing(fused_rnn, name, directions):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # weights are cast to x's
+def test_padded_units_change_nothing(fused_rnn, name, directions, dtype):
     cell = fused_rnn.CELLS[name]
-    x, state, weights, options = make(
-        cell.gates, cell.states, layers=2, directions=directions, states=True
-    )
+    call = {"layers": 3, "directions": directions, "states": True, "dtype": dtype}
+    if dtype == torch.bfloat16:
+        call |= {"batch_first": True, "bias": False}
+    x, state, weights, options = make(cell.gates, cell.states, **call)
     given = [t.requires_grad_() for t in (x, *state, *weights)]
     found = []
     for width in (5, 8):
-        y, last = fused_rnn.run_layers(name, x, state, weights, (*options[:5], width, *options[6:]))
+        padded = (*options[:5], width, *options[6:])
+        y, last = fused_rnn.run_layers(name, x, state, weights, padded)
         loss = sum((t.square() * (k + 1)).sum() for k, t in enumerate((y, *last)))
         found.append([y, *last, *torch.autograd.grad(loss, given)])
+        with torch.no_grad():
+            y, last = fused_rnn.run_layers(name, x, state, weights, padded)
+        found[-1] += [y, *last]
     for padded, plain in zip(*reversed(found), strict=True):
-        assert_close("padded", padded, plain, 16 * EPS[torch.float32])
+        assert_close("padded", padded, plain, 16 * EPS[dtype])
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
@@ -219,12 +225,15 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
 @pytest.mark.skipif(DEVICE != "cuda", reason="about kernels on a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
-def test_tiny_one_step(fused_rnn, name, dtype):
+# Rows with whole vectors and without, two columns of thread blocks, cuBLAS, sums in two parts.
+@pytest.mark.parametrize(
+    "shape", [(1, 9, 11), (11, 16, 16), (5, 1030, 11), (300, 9, 11), (1030, 16, 16)]
+)
+def test_tiny_one_step(fused_rnn, name, shape, dtype):
     """Runs every kernel of a cell's call and of its gradients, for scripts/check_cuda."""
     cell = fused_rnn.CELLS[name]
-    # Rows with whole vectors and without, two columns of thread blocks, cuBLAS, sums in two parts.
-    shapes = [(1, 9, 11), (11, 16, 16), (5, 1030, 11), (300, 9, 11), (1030, 16, 16)]
-    for (B, I, D), states in product(shapes, (False, True)):
+    B, I, D = shape
+    for states in (False, True):
         *given, options = make(cell.gates, cell.states, I=I, D=D, B=B, T=0, states=states)
         x, state, weights = given[0].to(dtype), *([t.to(dtype) for t in ts] for ts in given[1:])
         with torch.no_grad():

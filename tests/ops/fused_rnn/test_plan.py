@@ -25,7 +25,7 @@ FOREIGN = (  # GPUs with a library that has no code of its own for them
 WIDTHS = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
 WIDTHS += (768, 1024, 1312, 1408, 2048, 2112, 2304)
 ALL = ("engine", "runs", "instead_of", "tile", "thread_blocks", "width", "clusters", "members")
-ALL += ("units", "backward", "tiles", "takes_turns", "saving.tile", "saving.units")
+ALL += ("units", "backward", "tiles", "takes_turns", "launches", "saving.tile", "saving.units")
 ALL_PASSES = ("threads", "shared_bytes", "units", "warps", "split", "tile", "members", "launches")
 ALL_PASSES += ("heads", "groups", "tiles", "chunks_held", "chunks_shared")
 

@@ -20,6 +20,7 @@ class Explanation {
         device_(device),
         engine_(select_engine(problem, device)),
         backward_(select_backward(problem, device)),
+        other_(select_other(problem, device, false)),
         own_(select_own(problem, device)),
         matrix_(select_matrix(problem, device)) {
     add("engine", kEngineNames[int(engine_)]);
@@ -31,10 +32,11 @@ class Explanation {
     add("runs", runs);
     explain_refusals();
     if (engine_ != matrix_) {
-      add("instead_of", kEngineNames[int(engine_ == Engine::kBatch  ? backward_
+      add("instead_of", kEngineNames[int(engine_ == Engine::kBatch  ? other_
                                          : engine_ == Engine::kGemm ? own_
                                                                     : matrix_)]);
     }
+    if (backward_ != engine_) add("backward", kEngineNames[int(backward_)]);
     if (engine_ == Engine::kBlock) explain_block();
     if (engine_ == Engine::kCluster) explain_cluster();
     if (engine_ == Engine::kGrid) explain_grid();
@@ -49,10 +51,10 @@ class Explanation {
   const Problem p_;
   const Device device_;
   const Engine engine_;
-  const Engine
-      backward_;         // what runs the backward pass, and would run both without the batch engine
-  const Engine own_;     // and without the gemm engine
-  const Engine matrix_;  // and without the fma engine
+  const Engine backward_;  // what runs the backward pass
+  const Engine other_;     // what would run the forward pass without the batch engine
+  const Engine own_;       // and without the gemm engine
+  const Engine matrix_;    // and without the fma engine
   std::string text_;
 
   void add(const std::string& key, const std::string& value) { text_ += key + "\t" + value + "\n"; }
@@ -146,12 +148,12 @@ class Explanation {
     const batch::Sizes sizes = batch_sizes(p_);
     const batch::Tile tile = batch::tiles(p_.gates, p_.io_bytes)[batch::best_tile(sizes, device_)];
     const int64_t tiles = batch::count_tiles(tile, sizes);
-    add("backward", kEngineNames[int(backward_)]);
     add("tile", tile.rows());
     add("units", tile.units);
     add("takes_turns", tile.turns ? "yes" : "no");
     add("tiles", tiles);
     add("thread_blocks", batch::count_blocks(tiles, device_));
+    add("launches", sizes.launches());
     batch::Sizes saving = sizes;
     saving.saves = true;
     const batch::Tile saves =

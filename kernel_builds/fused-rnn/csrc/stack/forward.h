@@ -44,6 +44,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   const int64_t rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
+  // A product reads rows with the padded units faster, whose outputs are 0, than rows without.
+  s.passes_padded = s.is_padded() && N == 1 && !s.is_packed && !projects && !save && dropout == 0;
   STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
 #if defined(CUDA_KERNEL)
   if (chunk != 0) return Wavefront<Cell>(s, chunk, dropout, tf32).forward(dense(x), state, save);
@@ -89,7 +91,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   for (int64_t l = 0; l < L; ++l) {
     copies.run();
     const bool is_top = l == L - 1;
-    const int64_t I = s.width_of(l);
+    const int64_t I = s.input_of(l);
     Tensor gates = new_tensor(x, {N, rows, 1, G, P}, s.io);
     Rows at_gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
     bool by_time = false;
@@ -137,13 +139,14 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.sequences = list.data();
     if (has_bias) p.bias = at(bias, l * Cell::kBias * N * P);
     if (!state.empty()) p.initial = at(initial, l * s.states());
-    // Whether the outputs of the recurrence, or of its projection, are those of the layer.
+    // Whether the outputs of the recurrence, or of its projection, are those of the layer, perhaps
+    // with padded units for the next one.
     const bool has_rows = N == 1 && !s.is_packed && (!is_top || s.has_engine_rows());
-    const bool is_dense = has_rows && (projects || P == D);
+    const bool is_dense = has_rows && (projects || P == D || (s.passes_padded && !is_top));
     const bool is_strided = !is_dense && !projects && !s.is_packed && D % 2 == 0 &&
                             writes_strided_h<Cell>(p, s.dtype, tf32, gates);
     const bool is_done = is_dense || is_strided;
-    const Shape done = is_top ? s.shape(O) : s.inner_shape(O);
+    const Shape done = is_top ? s.shape(O) : s.inner_shape(s.input_of(l + 1));
     Tensor h = new_tensor(x, is_done && !projects ? done : Shape{E, N * P}, s.io);
     if (is_strided) {
       const Rows to = is_top ? s.outer(D) : s.inner(D);

@@ -91,6 +91,7 @@ struct Layers {
   ScalarType io, unrounded, stored;  // of x, of the states and of the weights
   Dtype dtype;
   bool has_bias, projects, batch_first, is_packed, is_cell;
+  bool passes_padded = false;  // whether a layer reads P units of the one below, with zeros
   Tensors weights;
   Tensor begins, firsts, lengths;  // the arrays of packed_rows
   PackedRows packed_rows{};
@@ -185,6 +186,7 @@ struct Layers {
   }
 
   int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * O; }
+  int64_t input_of(int64_t layer) const { return layer > 0 && passes_padded ? P : width_of(layer); }
   int64_t states() const { return K * B * N * P; }  // elements of a layer's states
   bool is_padded() const { return P != D; }
   // Whether a step of the engines reads an h; with projections the first one does not.
@@ -214,8 +216,8 @@ struct Layers {
   bool steps() const { return kProjectsBySteps && projects && !is_padded(); }
 
   // The weights as the engines and products read them. They are torch's own, or lie in one tensor:
-  // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, I]. With projections,
-  // w_hh is torch's times w_hr.
+  // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, input]. With
+  // projections, w_hh is torch's times w_hr.
   bool packs() const { return !steps() && (N == 2 || is_padded() || casts() || projects); }
   bool packs_w_ih() const { return is_padded() || casts(); }
   static int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
@@ -223,10 +225,10 @@ struct Layers {
     int64_t place = 0;
     for (int64_t l = 0; l < layer; ++l) {
       place += aligned(G * N * P * P);
-      if (packs_w_ih()) place += N * aligned(G * P * width_of(l));
+      if (packs_w_ih()) place += N * aligned(G * P * input_of(l));
     }
     if (!is_input) return place;
-    return place + aligned(G * N * P * P) + direction * aligned(G * P * width_of(layer));
+    return place + aligned(G * N * P * P) + direction * aligned(G * P * input_of(layer));
   }
   const void* w_hh(const Tensor& packed, int64_t layer) const {
     return packs() ? at(packed, place_of(layer, 0, false)) : weight(layer, 0, 1).const_data_ptr();
@@ -243,15 +245,15 @@ struct Layers {
                      weight(l, n, 1), 0, {0, D * D, D, 1}, {1, G, D, D});
         }
         if (!packs_w_ih()) continue;
-        const int64_t width = width_of(l);
-        copies.add(packed, place_of(l, n, true), {0, 0, P * width, 1}, weight(l, n, 0), 0,
-                   {0, 0, D * width, 1}, {1, 1, G, D * width});
+        const int64_t width = width_of(l), to = input_of(l);
+        const int64_t rows = to == width ? D : 1;  // that are copied as one
+        copies.add(packed, place_of(l, n, true), {0, P * to, rows * to, 1}, weight(l, n, 0), 0,
+                   {0, D * width, rows * width, 1}, {1, G, D / rows, rows * width});
       }
     }
   }
 
-  // A new tensor of heads, with zeros where no copy writes: in padded units, and in projected
-  // states.
+  // A new tensor of heads, with zeros where no copy writes: padded units and projected states.
   Tensor new_heads(const Tensor& like, const Shape& shape, ScalarType type) const {
     Tensor heads = new_tensor(like, shape, type);
     if (is_padded() || projects) torch::stable::zero_(heads);

@@ -174,6 +174,8 @@ def _read(text: str, what: str, cell: str, bits: int, device: Device) -> Plan:
     engine, engines = fields.pop("engine"), tuple(fields.pop("runs").split(","))
     tiles = TILES.get(engine)
     shown_tiles = tiles(fields) if tiles is not None else {}
+    if "backward" in fields:
+        shown_tiles["backward pass"] = f"{fields['backward']} engine"
     if engine in ("block", "grid"):
         size = f"{bits}-{fields['width']}" if engine == "block" else f"{bits}"
         for direction in DIRECTIONS:
@@ -216,11 +218,12 @@ def _of_batch(fields: Dict[str, str]) -> Dict[str, str]:
     tiles = f"{fields['tiles']} of {fields['tile']} sequences x {fields['units']} units"
     if fields["takes_turns"] == "yes":
         tiles += ", which two warpgroups take in turns"
-    return {
-        "grid": f"{fields['thread_blocks']} thread blocks",
-        "tiles": tiles,
-        "backward pass": f"{fields['backward']} engine",
-    }
+    grid = f"{fields['thread_blocks']} thread blocks"
+    if fields["launches"] != "1":
+        grid += (
+            f" in each of {fields['launches']} launches, one after another for parts of the heads"
+        )
+    return {"grid": grid, "tiles": tiles}
 
 
 def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:

@@ -1,9 +1,10 @@
-// The batch engine, for large batches on Hopper: one persistent kernel for the whole pass. A thread
-// block owns tiles of sequences by units. At every step two warps copy h of the tile's sequences
-// and the units' weights from L2 into a ring of stages in shared memory (product.cuh). wgmma
-// multiplies them, and the same threads run the cells on the sums (cells.cuh), write h for the next
-// step, and count up. The blocks of the same sequences wait for that count, and for nothing else.
-// Of fp32 the operands are rounded to TF32, and nothing else is.
+// The batch engine, for large batches on Hopper: one persistent kernel for the whole pass, or one
+// after another for parts of the heads if the weights of all do not stay in L2. A thread block owns
+// tiles of sequences by units. At every step two warps copy h of the tile's sequences and the
+// units' weights from L2 into a ring of stages in shared memory (product.cuh). wgmma multiplies
+// them, and the same threads run the cells on the sums (cells.cuh), write h for the next step, and
+// count up. The blocks of the same sequences wait for that count, and for nothing else. Of fp32 the
+// operands are rounded to TF32, and nothing else is.
 //
 // What a step needs at least, of an LSTM of 1024 units and sequences: 9.3 us for the products of a
 // tile of 256 sequences by 32 units, and 1.5 us for the 5 tanh of its cells. The loads from L2, 100
@@ -21,7 +22,7 @@ namespace flashcell::cuda {
 namespace batch {
 
 template <typename Cell, typename IO, int kTile>
-void run_forward(const ForwardParams& p, const Launch& launch) {
+void run_forward(const ForwardParams& p, const Sizes& sizes, const Launch& launch) {
   constexpr Tile kThis = tiles(Cell::kGates, sizeof(IO))[kTile];
   Work work(p, Cell::kGates, Cell::kBias, sizeof(IO), kThis, launch.scratch);
   work.has_initial = p.initial != nullptr;
@@ -43,15 +44,20 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
   int of_sm = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, size_t(bytes)));
   if (of_sm == 0) throw std::runtime_error("fused_rnn: the batch engine does not fit on this GPU");
-  const int64_t tiles = int64_t(work.N) * work.row_tiles * work.unit_tiles;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(count_blocks(tiles, launch.device));
   config.blockDim = unsigned(kThreads);
   config.dynamicSmemBytes = size_t(bytes), config.stream = launch.stream;
   config.attrs = &attribute, config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, p, work));
+  ForwardParams part = p;
+  part.heads = sizes.heads_of_launch();
+  for (part.first_head = 0; part.first_head < p.N; part.first_head += part.heads) {
+    part.heads = std::min(part.heads, p.N - part.first_head);
+    const int64_t tiles = part.heads * work.row_tiles * work.unit_tiles;
+    config.gridDim = unsigned(count_blocks(tiles, launch.device));
+    check(cudaLaunchKernelEx(&config, kernel, part, work));
+  }
 }
 
 }  // namespace batch
@@ -63,7 +69,7 @@ void forward_batch(const ForwardParams& p, const Launch& launch) {
   const batch::Sizes sizes{p.S, p.N, p.D, Cell::kGates, sizeof(IO), kKeeps, p.saved != nullptr};
   const int best = batch::best_tile(sizes, launch.device);
   [&]<int... i>(std::integer_sequence<int, i...>) {
-    ((i == best ? batch::run_forward<Cell, IO, i>(p, launch) : void()), ...);
+    ((i == best ? batch::run_forward<Cell, IO, i>(p, sizes, launch) : void()), ...);
   }(std::make_integer_sequence<int, batch::tiles(Cell::kGates, sizeof(IO)).count_with(kKeeps)>());
 }
 

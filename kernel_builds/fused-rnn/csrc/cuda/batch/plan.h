@@ -75,6 +75,12 @@ constexpr Tiles tiles(int gates, int io_bytes) {
   return {6, {turns, {1, 32, false}, {1, 16, false}, {1, 24, true}, {1, 48, false}, wide}};
 }
 
+// The most bytes of weights of a launch; where those of all heads are more, launches of fewer heads
+// follow one another. fp32 weights that do not stay in L2 come from memory at every step, which is
+// still faster than the other engines up to the largest weights that were measured.
+constexpr int64_t kMostInL2 = 45'000'000;
+constexpr int64_t most_weights(int io_bytes) { return io_bytes == 4 ? 70'000'000 : kMostInL2; }
+
 struct Sizes {
   int64_t S, N, D;
   int gates, io_bytes;
@@ -82,11 +88,18 @@ struct Sizes {
   bool saves = false;  // the forward pass saves values for a backward pass
 
   constexpr bool has_wide() const { return keeps && (!saves || saves_wide(io_bytes)); }
-  constexpr int64_t weight_bytes() const { return N * D * D * gates * io_bytes; }
+  constexpr int64_t head_bytes() const { return D * D * gates * io_bytes; }  // of the weights
+  constexpr int64_t launches() const {
+    const int64_t at_once = most_weights(io_bytes) / std::max<int64_t>(head_bytes(), 1);
+    return std::max<int64_t>(1, divide_up(N, std::max<int64_t>(at_once, 1)));
+  }
+  constexpr int64_t heads_of_launch() const { return divide_up(N, launches()); }
+  constexpr int64_t launch_bytes() const { return heads_of_launch() * head_bytes(); }
 };
 
+// Of a launch.
 constexpr int64_t count_tiles(const Tile& tile, const Sizes& z) {
-  return z.N * divide_up(z.S, tile.rows()) * divide_up(z.D, tile.units);
+  return z.heads_of_launch() * divide_up(z.S, tile.rows()) * divide_up(z.D, tile.units);
 }
 
 // As many thread blocks as run at once, or fewer if they then have as few tiles each.
@@ -94,9 +107,10 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
   return divide_up(tiles, divide_up(tiles, device.sms));
 }
 
-// What a step takes, in us: for each tile of a thread block a time per panel of the depth, and a
-// time for the cells and the exchange, other ones where tiles would take turns and a block has one;
-// or, of large calls, what their loads from L2 take. Between the two the longer one counts most.
+// What a step of a launch takes, in us: for each tile of a thread block a time per panel of the
+// depth, and a time for the cells and the exchange, other ones where tiles would take turns and a
+// block has one; or, of large calls, what their loads from L2 take. Between the two the longer one
+// counts most.
 struct Cost {
   double panel, tile, panel_alone, tile_alone;
   double bytes;  // from L2 in a us
@@ -169,7 +183,7 @@ inline double step_us(int index, const Sizes& z, const Device& device) {
   const bool alone = tile.turns && rounds == 1;
   const double blocks = rounds * ((alone ? cost.panel_alone : cost.panel) * panels +
                                   (alone ? cost.tile_alone : cost.tile));
-  const double values = double(z.S * z.N) * double(z.D) * z.gates / 4;
+  const double values = double(z.S * z.heads_of_launch()) * double(z.D) * z.gates / 4;
   const double bytes =
       count * tile.stage_bytes(z.gates) * panels + (z.saves ? 17 : 10) * z.io_bytes * values;
   const auto fourth = [](double x) { return x * x * x * x; };
@@ -224,7 +238,7 @@ constexpr double cluster_us(const Sizes& z, const Device& device) {
 constexpr double kMemoryRate = 4.3e6;  // bytes in a us
 constexpr double gemm_us(const Sizes& z) {
   const double sums = double(z.S * z.N) * double(z.D) * z.gates, large = sums / 1e6 - 1;
-  const double product = sums * double(z.D) * 2, weights = double(z.weight_bytes());
+  const double product = sums * double(z.D) * 2, weights = double(z.N * z.head_bytes());
   if (z.io_bytes == 4) {
     const double least = z.gates == 4 ? 9.2 : z.gates == 3 ? 8 : 6.8;
     return std::max(least, 7.5 + weights / kMemoryRate) + product / 310e6 +
@@ -234,15 +248,17 @@ constexpr double gemm_us(const Sizes& z) {
   return std::max(least, 4 + weights / kMemoryRate) + product / 720e6 + std::max(0.0, large) * 3.1;
 }
 
+// Fitted to calls of 1 to 32 sequences; one sequence, and two of a cell with at most 3 gates, take
+// less than a part of what more take.
 constexpr double step_engine_us(const Sizes& z) {
-  return 3.5 + 0.09e-6 * double(z.S) * double(z.weight_bytes()) / z.io_bytes;
+  const double weights = double(z.N * z.D * z.D * z.gates) / 1e6;
+  if (z.S == 1 || (z.S == 2 && z.gates <= 3)) return 3 + 0.88 * weights;
+  return 4.5 + (1.25 + 0.024 * double(z.S)) * weights;
 }
 
 // Whether this engine is faster than `other`, which runs the call otherwise, by more than the costs
-// are wrong. fp32 weights that do not stay in L2 come from memory at every step; larger ones than
-// these were not measured.
-constexpr int64_t kMostInL2 = 45'000'000, kMostWeights = 70'000'000;  // bytes
-constexpr double kLeastStep = 3.5, kPreparation = 12;                 // us
+// are wrong.
+constexpr double kLeastStep = 3.5, kPreparation = 12;  // us
 inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
   double others;
   if (other == Engine::kGrid) {
@@ -256,11 +272,13 @@ inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& dev
   } else {
     return false;
   }
-  const int64_t weights = z.weight_bytes();
-  if (weights > (z.io_bytes == 4 ? kMostWeights : kMostInL2)) return false;
+  const int64_t weights = z.launch_bytes();
+  if (weights > most_weights(z.io_bytes)) return false;
   double us = std::max(kLeastStep, step_us(best_tile(z, device), z, device));
   if (weights > kMostInL2) us = std::max(us, double(weights) / 3.7e6);
-  return us + kPreparation / double(T) < 0.95 * others;
+  const double copies = 2 * double(z.N * z.head_bytes()) / kMemoryRate;
+  us = us * double(z.launches()) + std::max(kPreparation, copies) / double(T);
+  return us < 0.95 * others;
 }
 
 // What a launch works on. The operands are stored as their stages will lie in shared memory: for

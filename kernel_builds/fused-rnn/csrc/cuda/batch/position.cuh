@@ -42,7 +42,7 @@ struct Position {
       : t(t), own(tile / int(gridDim.x)) {
     const int unit_tile = tile % work.unit_tiles;
     const int row_tile = tile / work.unit_tiles % work.row_tiles;
-    head = tile / work.unit_tiles / work.row_tiles;
+    head = int(p.first_head) + tile / work.unit_tiles / work.row_tiles;
     unit0 = unit_tile * S::kUnits, row0 = int64_t(row_tile) * S::kRows;
     published = work.published + head * work.row_tiles + row_tile;
     weight = work.weight +
@@ -68,12 +68,10 @@ struct Position {
   DEVICE static int64_t panel_bytes(const Work& work) { return work.row_capacity * kRowBytes; }
 };
 
-DEVICE int tile_count(const Work& work) { return work.N * work.row_tiles * work.unit_tiles; }
-
 // Calls body(position) for every tile of the block, step after step.
 template <typename S, typename Body>
 DEVICE void for_positions(const SequenceParams& p, const Work& work, Body body) {
-  const int tiles = tile_count(work);
+  const int tiles = int(p.heads) * work.row_tiles * work.unit_tiles;
   for (int t = 0; t < p.T; ++t) {
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       body(Position<S>(p, work, t, tile));
