@@ -231,7 +231,8 @@ Tensor replay_in_place(OptionalTensor q, OptionalTensor k, OptionalTensor v, Opt
   in.take_state(C, n, m);
   const EpilogueInputs epilogue(shape_of(*v), in.io, in.unrounded, out_gate, norm_weight, norm,
                                 centered, norm_eps);
-  RingParams ring{R};
+  RingParams ring{};
+  ring.steps = R;
   written(C, "C", {in.B, in.H, in.K, in.V}, in.unrounded);
   ring.k = written(ring_k, "ring_k", {in.B, in.H, R, in.K}, in.io);
   ring.v = written(ring_v, "ring_v", {in.B, in.H, R, in.V}, in.io);

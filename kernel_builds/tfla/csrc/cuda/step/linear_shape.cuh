@@ -82,7 +82,8 @@ struct Order {
 
   template <typename Own>
   static Order make(const LinearStepParams& p, int64_t processors) {
-    Order order{.rows_of_tile = p.gated ? kRows / 2 : kRows};
+    Order order{};
+    order.rows_of_tile = p.gated ? kRows / 2 : kRows;
     int64_t tiles = 0, pieces = 0;
     for (int which = 0; which < (p.gated ? 1 : p.count); ++which) {
       auto& own = order.of[which];
