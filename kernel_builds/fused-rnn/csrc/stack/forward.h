@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   const int64_t rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
-  // A product reads rows with the padded units faster, whose outputs are 0, than rows without.
+  // Padded units have outputs of 0. A product reads rows that contain them faster.
   s.passes_padded = s.is_padded() && N == 1 && !s.is_packed && !projects && !save && dropout == 0;
   STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
 #if defined(CUDA_KERNEL)

@@ -25,8 +25,8 @@ struct Sizes {
   bool split;  // which run on tensor cores (split.h)
 };
 
-// What a step of the step engine takes longer than one of this engine with split products, in us,
-// is products S N D D - weights N D D - values S N D, in millions, - launches.
+// A step of the step engine takes so many us longer than one of this engine with split products:
+// (products S N D D - weights N D D - values S N D) / 10^6 - launches.
 struct Gain {
   double products, weights, values, launches;
 };
