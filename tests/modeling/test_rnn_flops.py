@@ -65,6 +65,20 @@ def test_torch_nn_counts_the_same(name, form, wants_dx):
     assert want[1] > want[0] > 0
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_a_cell_in_inference(kind, bias):
+    found = []
+    for library in (nn, flashcell):
+        cell, x = getattr(library, kind)(I, D, bias=bias), torch.randn(B, I)
+        with torch.no_grad():
+            cell(x)
+            with FlopCounterMode(display=False) as counter:
+                cell(x)
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1] > 0
+
+
 @pytest.mark.parametrize("wants_dweight", [False, True], ids=["", "dweight"])
 def test_the_ops_of_cells(fused_rnn, wants_dweight):
     x, weight = torch.randn(B, T, 4, 1, D, requires_grad=True), torch.randn(4, 1, D, D)

@@ -35,6 +35,9 @@ def fused(ops):
     calls["lstm_layers_fwd"] = [x, state, weights, *options, True, 0]
     _, last, kept = ops.lstm_layers_fwd(*calls["lstm_layers_fwd"])
     calls["lstm_layers_bwd"] = [r(B, T, D), last, x, weights, kept, *options, True, True, 0]
+    states = r(B, D), r(B, D)
+    calls["lstm_cell_fwd"] = [r(B, H), *states, *weights[:4], False]
+    calls["gru_cell_fwd"] = [r(B, H), states[0], *(w[: 3 * D].clone() for w in weights[:4]), False]
     if DEVICE == "cpu":
         calls["linear_fwd"] = [r(B, T, H), r(24, H), r(24)]
         calls["linear_bwd"] = [r(B, T, 24), r(B, T, H), r(24, H), True]

@@ -145,6 +145,10 @@ def _layers(ops, name: str, cell) -> Calls:
 
         yield f"{name} {L} layers", there
         yield f"{name} {L} layers backward", back
+    if cell.states <= 2:
+        step = getattr(ops, f"{name}_cell_fwd")
+        row = torch.zeros(2, 40)
+        yield f"{name} cell", lambda: step(*[row] * (1 + cell.states), *weights[:4], False)
 
 
 def _diagonal_ops(module) -> Calls:

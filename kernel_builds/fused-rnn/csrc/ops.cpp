@@ -13,6 +13,7 @@
 #include "common/torch/op.h"
 #include "plan_op.h"
 #include "stack/backward.h"
+#include "stack/cell.h"
 #include "stack/forward.h"
 
 #include <limits>
@@ -168,6 +169,7 @@ void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.impl((std::string(Cells::kName) + "_layers_bwd").c_str(),
             FLASHCELL_OP(kLayersBackwardSchema, layers_bwd<Cells>)),
    ...);
+  implement_cells(ops, CellList<Cells...>());
 #if defined(CUDA_KERNEL)
   ops.impl("tf32_matmul", FLASHCELL_OP(kTf32MatmulSchema, tf32_matmul));
 #else
@@ -183,6 +185,7 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.def((std::string(Cells::kName) + kBackwardSchema).c_str()), ...);
   (ops.def((std::string(Cells::kName) + kLayersForwardSchema).c_str()), ...);
   (ops.def((std::string(Cells::kName) + kLayersBackwardSchema).c_str()), ...);
+  define_cells(ops, CellList<Cells...>());
 }
 
 }  // namespace flashcell

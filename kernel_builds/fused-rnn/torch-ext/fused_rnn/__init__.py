@@ -2,6 +2,7 @@
 
 from . import layers  # `kernels` looks for torch.nn's modules there
 from .block_step import block_step
+from .cell_op import run_step as run_step  # which torch.nn's stand-ins call, as they do run_layers
 from .cells import CELLS
 from .dispatch import BACKEND
 from .explain import explain_layers, explain_plan
@@ -18,7 +19,7 @@ from .functional import (
     slstm,
     slstm_step,
 )
-from .layers_op import run_layers as run_layers  # which torch.nn's stand-ins call
+from .layers_op import run_layers as run_layers
 
 if BACKEND is not None:
     from . import autograd, flops  # noqa: F401  (registers fakes, gradients and costs of the ops)

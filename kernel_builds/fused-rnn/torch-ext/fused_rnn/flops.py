@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any, Sequence, Tuple
 
+from .cell_op import OPS
 from .cells import CELLS
 from .dispatch import BACKEND, ops
 
@@ -69,6 +70,15 @@ def layers_bwd(
     return total
 
 
+def cell_fwd(states: int) -> Any:
+    """Returns the formula of a cell with so many states."""
+
+    def formula(x: Shape, *others: Any, **out: Any) -> int:
+        return sum(product(x[0], *weight) for weight in others[states : states + 2])
+
+    return formula
+
+
 def fwd(x: Shape, weight: Shape, *options: Any, **out: Any) -> int:
     return product(prod(x[:2]), *weight)
 
@@ -94,6 +104,7 @@ def tf32_matmul(a: Shape, b: Shape, **out: Any) -> int:
 
 def register_all(counter: Any) -> None:
     of_cells = {f"{n}_{f.__name__}": f for n in CELLS for f in (layers_fwd, layers_bwd, fwd, bwd)}
+    of_cells |= {f"{n}_cell_fwd": cell_fwd(len(op.no_state)) for n, op in OPS.items()}
     others = {"linear_fwd": linear_fwd, "linear_bwd": linear_bwd}
     if BACKEND == "cuda":
         others["tf32_matmul"] = tf32_matmul

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
+from .cell_op import run_step
 from .cells import CELLS
 from .dispatch import BACKEND
 from .forward import run_cell, run_sequence
@@ -25,6 +26,7 @@ KERNEL = SimpleNamespace(
     linear=linear,
     recurrent=recurrent,
     recurrent_step=recurrent_step,
+    run_step=run_step,
     run_layers=run_layers,
 )
 

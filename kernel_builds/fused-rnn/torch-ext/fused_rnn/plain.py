@@ -70,9 +70,7 @@ def run_ordinary_cell(
             return None
     # torch.nn's cells are products of torch, and follow their setting.
     tf32 = x.dtype is torch.float32 and x.is_cuda and product_precision() == "tf32"
-    options = ((), len(weights) > 2, False, 1, True, size[1], 0.0, tf32)
-    h, last = kernel.run_layers(cell, x, states, weights, options, True)
-    return (h, *last) if pair else h
+    return kernel.run_step(cell, x, states, weights, tf32)
 
 
 def _as_states(hx: Any, pair: bool) -> tuple[Any, ...] | None:
