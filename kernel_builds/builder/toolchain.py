@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -220,6 +222,20 @@ def _nvcc(path: Path) -> Nvcc:
     if match is None:
         raise BuildError(f"{path} is not NVIDIA's nvcc: --version names no release")
     return Nvcc(path, match[1])
+
+
+@contextmanager
+def objects_of(work: Path, options: list[str], programs: list[Path]) -> Iterator[list[str]]:
+    """Yields the arguments with which cmake takes over, or removes, the objects of earlier builds in `work`.
+
+    Objects stay where the last build had the same options and versions of `programs`: ninja compiles
+    what has changed. They are removed, too, if the block raises."""
+    record = work / "options.txt"
+    text = "\n".join([*options, *(_output(program, "--version") for program in programs)])
+    same = record.is_file() and record.read_text() == text
+    record.unlink(missing_ok=True)
+    yield [] if same else ["--fresh"]
+    record.write_text(text)
 
 
 def _which(program: str) -> str | None:
