@@ -1,4 +1,4 @@
-"""Tests that scripts/build_kernels writes below its state folder only."""
+"""Tests what scripts/build_kernels does in its state folder, and that it writes there only."""
 
 import os
 import shutil
@@ -101,3 +101,35 @@ def test_two_checkouts_build_at_once_and_one_twice(project, tmp_path):
     assert sorted("up to date" in text for text in said) == [False, False, True]
     made = [next((at / "build").glob("torch-stable*")) for at in (project, other)]
     assert variant.digests(made[0]) == variant.digests(made[1])
+
+
+def test_only_what_has_changed_is_compiled_again(project):
+    first = build(project, "--backend", "cpu")
+    assert first.returncode == 0, first.stdout + first.stderr
+    objects = {file.name: file for file in project.parent.glob("home/build/*/objects/**/*.o")}
+    assert {"ops.cpp.o", "cpu.cpp.o"} < set(objects)
+
+    def compiled(status=0):
+        before = {name: file.stat().st_mtime_ns for name, file in objects.items()}
+        done = build(project, "--backend", "cpu")
+        assert done.returncode == status, done.stdout + done.stderr
+        return {n for n, f in objects.items() if not f.exists() or f.stat().st_mtime_ns > before[n]}
+
+    def edit_top(name, line="// a comment"):
+        file = project / "csrc" / name
+        file.write_text(f"{line}\n{file.read_text()}")
+
+    edit_top("ops.cpp")
+    assert compiled() == {"ops.cpp.o"}
+    for name in ("cpu.cpp", "axpy.h"):
+        edit_top(name)
+        assert compiled() == {"ops.cpp.o", "cpu.cpp.o"}  # ops.cpp has the id of all sources
+    edit_top("cpu.cpp", "nonsense")
+    compiled(status=1)
+    nonsense = project / "csrc" / "cpu.cpp"
+    nonsense.write_text(nonsense.read_text().replace("nonsense", ""))
+    assert {"ops.cpp.o", "cpu.cpp.o"} <= compiled() < set(objects)
+    (options,) = project.parent.glob("home/build/*/options.txt")
+    options.write_text(options.read_text() + "another compiler")
+    edit_top("ops.cpp")
+    assert compiled() == set(objects)
