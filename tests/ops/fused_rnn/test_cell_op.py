@@ -1,4 +1,4 @@
-"""Tests the op that runs a torch.nn cell in inference, beside torch.nn's own cell in float64."""
+"""Tests the ops of torch.nn's cells beside torch.nn's own cells in float64."""
 
 import pytest
 import torch
@@ -15,21 +15,18 @@ CELLS = {
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES += [torch.float64] if DEVICE == "cpu" else []
+SIZES = [(1, 1, 1), (3, 5, 7), (9, 33, 130), (70, 16, 64)]
 WAYS = ("dense", "no state", "no bias", "strided x", "strided state", "strided weight")
 
 
 def make(name, way, dtype, B, I, D):
-    """Returns the arguments of a call, and the next states in float64."""
+    """Returns the arguments of a call, and torch.nn's cell in float64 with the same weights."""
     wide = CELLS[name](I, D, bias=way != "no bias", dtype=torch.float64, device=DEVICE)
     weights = [w.detach().to(dtype) for w in wide.parameters()]
     wide.load_state_dict(dict(zip(wide.state_dict(), (w.double() for w in weights), strict=True)))
     K = 2 if name == "lstm" else 1
     x = torch.randn(B, I, dtype=dtype, device=DEVICE)
     state = [torch.randn(B, D, dtype=dtype, device=DEVICE) for _ in range(K)]
-    hx = [s.double() for s in state]
-    hx = None if way == "no state" else hx[0] if K == 1 else tuple(hx)
-    with torch.no_grad():
-        want = wide(x.double(), hx)
     strided = lambda t: t.mT.contiguous().mT
     if way == "strided x":
         x = strided(x)
@@ -39,7 +36,16 @@ def make(name, way, dtype, B, I, D):
         weights = [strided(w) if w.dim() == 2 else w for w in weights]
     given = [None] * K if way == "no state" else state
     biases = weights[2:] or [None, None]
-    return [x, *given, *weights[:2], *biases, False], [want] if K == 1 else list(want)
+    return [x, *given, *weights[:2], *biases, False], wide
+
+
+def expect(wide, arguments):
+    """Returns the next states in float64, and what they are computed from: x, states and weights."""
+    x, *state = (None if a is None else a.double().requires_grad_() for a in arguments[:-5])
+    hx = None if state[0] is None else tuple(state) if len(state) == 2 else state[0]
+    next_state = wide(x, hx)
+    next_state = [next_state] if isinstance(next_state, torch.Tensor) else list(next_state)
+    return next_state, [x, *(s for s in state if s is not None), *wide.parameters()]
 
 
 def run(fused_rnn, name, arguments):
@@ -47,18 +53,21 @@ def run(fused_rnn, name, arguments):
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
-@pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 5, 7), (9, 33, 130), (70, 16, 64)])
+def grid(function):
+    for mark in (("name", CELLS), ("way", WAYS), ("dtype", DTYPES), ("sizes", SIZES)):
+        function = pytest.mark.parametrize(*mark)(function)
+    return function
+
+
+@grid
 def test_a_step_is_torch_nns(fused_rnn, name, way, dtype, sizes):
-    arguments, want = make(name, way, dtype, *sizes)
+    arguments, wide = make(name, way, dtype, *sizes)
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
     found = run(fused_rnn, name, arguments)
-    for k, (got, right) in enumerate(zip(found, want, strict=True)):
+    for k, (got, right) in enumerate(zip(found, expect(wide, arguments)[0], strict=True)):
         assert got.dtype == dtype
         assert got.is_contiguous()
-        assert_close(f"state {k}", got, right, 16 * EPS[dtype])
+        assert_close(f"state {k}", got, right.detach(), 16 * EPS[dtype])
     after = [a for a in arguments if isinstance(a, torch.Tensor)]
     for was, now in zip(before, after, strict=True):
         assert_bitwise("argument", was, now)
@@ -66,27 +75,53 @@ def test_a_step_is_torch_nns(fused_rnn, name, way, dtype, sizes):
     assert len(pointers) == len(found) + len(after)
 
 
+@grid
+@pytest.mark.parametrize("reads", ["all", "first", "last"])
+def test_gradients_are_torch_nns(fused_rnn, name, way, dtype, sizes, reads):
+    """Of a loss of all next states, of h or of c."""
+    arguments, wide = make(name, way, dtype, *sizes)
+    places = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[reads]
+    want, sources = expect(wide, arguments)
+    dnext = [torch.randn_like(w) for w in want]
+    right = torch.autograd.grad(want[places], sources, dnext[places])
+
+    leaves = [a.detach().requires_grad_() for a in arguments[:-1] if a is not None]
+    K = len(sources) - 1 - len(list(wide.parameters()))
+    x, state, weights = leaves[0], leaves[1 : 1 + K], leaves[1 + K :]
+    found = fused_rnn.run_step(name, x, state, weights, False)
+    found = [found] if isinstance(found, torch.Tensor) else list(found)
+    for got, wanted in zip(found, want, strict=True):
+        assert_close("state", got.detach(), wanted.detach(), 16 * EPS[dtype])
+    given = [d.to(dtype) for d in dnext]
+    if way == "strided state":
+        given = [d.mT.contiguous().mT for d in given]
+    grads = torch.autograd.grad(found[places], leaves, given[places])
+    for number, (got, wanted) in enumerate(zip(grads, right, strict=True)):
+        assert got.dtype == dtype
+        scale = max(1.0, wanted.abs().max().item())
+        assert_close(f"gradient {number}", got / scale, wanted / scale, 48 * EPS[dtype])
+    pointers = {g.untyped_storage().data_ptr() for g in grads}
+    assert len(pointers) == len(grads)
+
+
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("way", ["dense", "no state", "no bias"])
-def test_opcheck(fused_rnn, name, way):
+@pytest.mark.parametrize("wants", [(True, True), (False, True), (True, False)])
+def test_opcheck(fused_rnn, name, way, wants):
     arguments, _ = make(name, way, torch.float32, 3, 5, 7)
-    op = getattr(fused_rnn.dispatch.ops, f"{name}_cell_fwd").default
-    torch.library.opcheck(op, tuple(arguments), test_utils=["test_schema", "test_faketensor"])
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru"])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_call_without_gradients_gives_what_one_with_them_does(fused_rnn, name, training):
-    arguments, _ = make(name, "dense", torch.float32, 4, 6, 8)
-    K = len(arguments) - 6
-    x, state, weights = arguments[0], arguments[1 : 1 + K], arguments[1 + K : 5 + K]
-    for weight in weights:
-        weight.requires_grad_(training)
-    found = fused_rnn.run_step(name, x, state, weights, False)
-    found = [found] if isinstance(found, torch.Tensor) else found
-    assert all(t.requires_grad == training for t in found)
-    for got, right in zip(found, run(fused_rnn, name, arguments), strict=True):
-        assert_close("state", got, right.detach(), 4 * EPS[torch.float32])
+    ops, checks = fused_rnn.dispatch.ops, ["test_schema", "test_faketensor"]
+    torch.library.opcheck(
+        getattr(ops, f"{name}_cell_fwd").default, tuple(arguments), test_utils=checks
+    )
+    forward = getattr(ops, f"{name}_cell_train_fwd").default
+    torch.library.opcheck(forward, tuple(arguments), test_utils=checks)
+    *next_state, saved, h_prev = forward(*arguments)
+    weights = arguments[-5:-1]
+    call = (*next_state, arguments[0], *weights, saved, h_prev, False, *wants)
+    backward = getattr(ops, f"{name}_cell_bwd").default
+    torch.library.opcheck(backward, call, test_utils=checks)
+    dx, *rest = backward(*call)
+    assert (dx.numel() > 0, rest[0].numel() > 0) == wants
 
 
 def shorter(tensor):

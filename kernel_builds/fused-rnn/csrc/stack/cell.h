@@ -1,7 +1,8 @@
-// The op that runs a torch.nn cell in inference: that of forward.h for one step, without lists. The
-// host limits the speed of a cell of few units, and takes several microseconds to pass lists of
+// The ops that run a torch.nn cell: those of forward.h and backward.h for one step, without lists.
+// The host limits the speed of a cell of few units, and takes several microseconds to pass lists of
 // tensors.
 #pragma once
+#include "backward.h"
 #include "forward.h"
 #if !defined(CUDA_KERNEL)
 #include "cell_step.h"
@@ -9,60 +10,176 @@
 
 namespace flashcell {
 
-// x [B,I] · h, c [B,D], all or none of the states · w_ih [G D,I] · w_hh [G D,D] · b_ih, b_hh [G D],
-// both or none -> the next h, c [B,D]. Dtypes: see forward.h.
-inline constexpr char kCellSchema[] =
-    "_cell_fwd(Tensor x, Tensor? h, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, "
-    "bool tf32) -> Tensor";
-inline constexpr char kTwoStateCellSchema[] =
-    "_cell_fwd(Tensor x, Tensor? h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, "
-    "Tensor? b_hh, bool tf32) -> (Tensor h, Tensor c)";
+// x [B,I] · h, c [B,D], all or none of the states; a cell of one state has no c · w_ih [G D,I] ·
+// w_hh [G D,D] · b_ih, b_hh [G D], both or none. Dtypes: see forward.h.
+// _cell_fwd -> the next h, c [B,D]
+// _cell_train_fwd -> these, and what the backward reads: saved [B,V,1,D], h_prev [B,1,D], or
+// [0,1,D] without states _cell_bwd: dh, dc [B,D] -> the gradients of x ([0] if not wanted), of h
+// and c in the state dtype
+// ([0] if not wanted), and of w_ih, w_hh, b_ih, b_hh ([0] if there are none)
+template <int64_t kStates>
+struct CellSchemas;
+template <>
+struct CellSchemas<1> {
+  static constexpr char kForward[] =
+      "_cell_fwd(Tensor x, Tensor? h, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, "
+      "bool tf32) -> Tensor";
+  static constexpr char kTrainForward[] =
+      "_cell_train_fwd(Tensor x, Tensor? h, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, "
+      "bool tf32) -> (Tensor h, Tensor saved, Tensor h_prev)";
+  static constexpr char kBackward[] =
+      "_cell_bwd(Tensor? dh, Tensor x, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, "
+      "Tensor saved, Tensor h_prev, bool tf32, bool wants_dx, bool wants_dstate) -> (Tensor dx, "
+      "Tensor dh, Tensor dw_ih, Tensor dw_hh, Tensor db_ih, Tensor db_hh)";
+};
+template <>
+struct CellSchemas<2> {
+  static constexpr char kForward[] =
+      "_cell_fwd(Tensor x, Tensor? h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, "
+      "Tensor? b_hh, bool tf32) -> (Tensor h, Tensor c)";
+  static constexpr char kTrainForward[] =
+      "_cell_train_fwd(Tensor x, Tensor? h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, "
+      "Tensor? b_hh, bool tf32) -> (Tensor h, Tensor c, Tensor saved, Tensor h_prev)";
+  static constexpr char kBackward[] =
+      "_cell_bwd(Tensor? dh, Tensor? dc, Tensor x, Tensor w_ih, Tensor w_hh, Tensor? b_ih, "
+      "Tensor? b_hh, Tensor saved, Tensor h_prev, bool tf32, bool wants_dx, bool wants_dstate) -> "
+      "(Tensor dx, Tensor dh, Tensor dc, Tensor dw_ih, Tensor dw_hh, Tensor db_ih, Tensor db_hh)";
+};
 
-// Whether a torch.nn cell is this one.
-template <typename Cell>
-inline constexpr bool kIsTorchCell = Cell::kStates <= 2;
-
-template <typename Cell>
-Tensors run_cell(Tensor x, Tensors states, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
-                 OptionalTensor b_hh, bool tf32) {
+inline Tensors weights_of_cell(const Tensor& x, const Tensor& w_ih, const Tensor& w_hh,
+                               const OptionalTensor& b_ih, const OptionalTensor& b_hh) {
   check_rank(x, "x", 2, "[B, I]");
   check_rank(w_hh, "w_hh", 2, "[G D, D]");
   STD_TORCH_CHECK(b_ih.has_value() == b_hh.has_value(), "b_ih and b_hh must both be given or None");
   Tensors weights{w_ih, w_hh};
   if (b_ih) weights.insert(weights.end(), {*b_ih, *b_hh});
+  return weights;
+}
+
+inline Tensors states_of_cell(const OptionalTensor& h) { return h ? Tensors{*h} : Tensors{}; }
+inline Tensors states_of_cell(const OptionalTensor& h, const OptionalTensor& c) {
+  STD_TORCH_CHECK(h.has_value() == c.has_value(), "h and c must both be given or None");
+  return h ? Tensors{*h, *c} : Tensors{};
+}
+
+// Returns the next states and, if `save`, the two tensors that the backward reads.
+template <typename Cell>
+Tensors run_cell(const Tensor& x, const Tensors& states, const Tensors& weights, bool tf32,
+                 bool save) {
 #if !defined(CUDA_KERNEL)
   CellStep<Cell> step;
-  if (step.fits(x, states, weights)) return step.run(x, states, weights);
+  if (step.fits(x, weights) && step.fits_states(states)) {
+    Tensors kept, next = step.forward(x, states, weights, save ? &kept : nullptr);
+    next.insert(next.end(), kept.begin(), kept.end());
+    return next;
+  }
 #endif
-  auto [y, last, kept] = layers_fwd<Cell>(x, states, weights, {}, b_ih.has_value(), false, 1, true,
-                                          w_hh.size(1), 0, tf32, false, 0);
-  last.insert(last.begin(), y);
-  return last;
+  auto [y, last, kept] = layers_fwd<Cell>(x, states, weights, {}, weights.size() > 2, false, 1,
+                                          true, weights[1].size(1), 0, tf32, save, 0);
+  Tensors found{y};
+  found.insert(found.end(), last.begin(), last.end());
+  found.insert(found.end(), kept.begin(), kept.end());
+  STD_TORCH_CHECK(!save || found.size() == size_t(Cell::kStates) + 2,
+                  "w_ih must have the dtype of x, got ",
+                  torch::headeronly::toString(weights[0].scalar_type()));
+  return found;
 }
 
 template <typename Cell>
-Tensor cell_fwd(Tensor x, OptionalTensor h, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
-                OptionalTensor b_hh, bool tf32) {
-  return run_cell<Cell>(x, h ? Tensors{*h} : Tensors{}, w_ih, w_hh, b_ih, b_hh, tf32)[0];
+Tensors differentiate_cell(const std::vector<OptionalTensor>& dnext, const Tensor& x,
+                           const Tensors& weights, const Tensors& kept, bool tf32, bool wants_dx,
+                           bool wants_dstate) {
+#if !defined(CUDA_KERNEL)
+  CellStep<Cell> step;
+  if (step.fits(x, weights) && step.fits_kept(kept) && step.fits_gradients(dnext)) {
+    return step.backward(dnext, x, weights, kept, wants_dx, wants_dstate);
+  }
+#endif
+  Tensors dlast;
+  for (size_t k = 1; k < dnext.size(); ++k) {
+    if (dnext[k]) dlast.push_back(*dnext[k]);
+  }
+  auto [dx, dstate, dweights] =
+      layers_bwd<Cell>(dnext[0], dlast, x, weights, kept, {}, weights.size() > 2, false, 1, true,
+                       weights[1].size(1), 0, tf32, wants_dx, wants_dstate, 0);
+  const Tensor none = new_tensor(x, {0}, x.scalar_type());
+  Tensors found{dx};
+  dstate.resize(Cell::kStates, none), dweights.resize(4, none);
+  found.insert(found.end(), dstate.begin(), dstate.end());
+  found.insert(found.end(), dweights.begin(), dweights.end());
+  return found;
 }
 
+// The ops of a cell with so many states.
+template <typename Cell, int64_t kStates = Cell::kStates>
+struct CellOps;
+
 template <typename Cell>
-std::tuple<Tensor, Tensor> two_state_cell_fwd(Tensor x, OptionalTensor h, OptionalTensor c,
-                                              Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
-                                              OptionalTensor b_hh, bool tf32) {
-  STD_TORCH_CHECK(h.has_value() == c.has_value(), "h and c must both be given or None");
-  const Tensors states = h ? Tensors{*h, *c} : Tensors{};
-  const Tensors next = run_cell<Cell>(x, states, w_ih, w_hh, b_ih, b_hh, tf32);
-  return {next[0], next[1]};
-}
+struct CellOps<Cell, 1> {
+  static Tensor forward(Tensor x, OptionalTensor h, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
+                        OptionalTensor b_hh, bool tf32) {
+    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    return run_cell<Cell>(x, states_of_cell(h), weights, tf32, false)[0];
+  }
+  static std::tuple<Tensor, Tensor, Tensor> train_forward(Tensor x, OptionalTensor h, Tensor w_ih,
+                                                          Tensor w_hh, OptionalTensor b_ih,
+                                                          OptionalTensor b_hh, bool tf32) {
+    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = run_cell<Cell>(x, states_of_cell(h), weights, tf32, true);
+    return {t[0], t[1], t[2]};
+  }
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+      OptionalTensor dh, Tensor x, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
+      OptionalTensor b_hh, Tensor saved, Tensor h_prev, bool tf32, bool wants_dx,
+      bool wants_dstate) {
+    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t =
+        differentiate_cell<Cell>({dh}, x, weights, {saved, h_prev}, tf32, wants_dx, wants_dstate);
+    return {t[0], t[1], t[2], t[3], t[4], t[5]};
+  }
+};
+
+template <typename Cell>
+struct CellOps<Cell, 2> {
+  static std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor h, OptionalTensor c,
+                                            Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
+                                            OptionalTensor b_hh, bool tf32) {
+    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = run_cell<Cell>(x, states_of_cell(h, c), weights, tf32, false);
+    return {t[0], t[1]};
+  }
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> train_forward(Tensor x, OptionalTensor h,
+                                                                  OptionalTensor c, Tensor w_ih,
+                                                                  Tensor w_hh, OptionalTensor b_ih,
+                                                                  OptionalTensor b_hh, bool tf32) {
+    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = run_cell<Cell>(x, states_of_cell(h, c), weights, tf32, true);
+    return {t[0], t[1], t[2], t[3]};
+  }
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+      OptionalTensor dh, OptionalTensor dc, Tensor x, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
+      OptionalTensor b_hh, Tensor saved, Tensor h_prev, bool tf32, bool wants_dx,
+      bool wants_dstate) {
+    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = differentiate_cell<Cell>({dh, dc}, x, weights, {saved, h_prev}, tf32,
+                                               wants_dx, wants_dstate);
+    return {t[0], t[1], t[2], t[3], t[4], t[5], t[6]};
+  }
+};
+
+// torch.nn's cells have one state, or two.
+template <typename Cell>
+inline constexpr bool kIsTorchCell = Cell::kStates <= 2;
 
 template <typename... Cells>
 void define_cells(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   const auto define = [&ops](auto cell) {
     using Cell = decltype(cell);
     if constexpr (kIsTorchCell<Cell>) {
-      const char* schema = Cell::kStates == 1 ? kCellSchema : kTwoStateCellSchema;
-      ops.def((std::string(Cell::kName) + schema).c_str());
+      using Schemas = CellSchemas<Cell::kStates>;
+      for (const char* schema : {Schemas::kForward, Schemas::kTrainForward, Schemas::kBackward}) {
+        ops.def((std::string(Cell::kName) + schema).c_str());
+      }
     }
   };
   (define(Cells()), ...);
@@ -72,11 +189,15 @@ template <typename... Cells>
 void implement_cells(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   const auto implement = [&ops](auto cell) {
     using Cell = decltype(cell);
-    const std::string name = std::string(Cell::kName) + "_cell_fwd";
-    if constexpr (kIsTorchCell<Cell> && Cell::kStates == 1) {
-      ops.impl(name.c_str(), FLASHCELL_OP(kCellSchema, cell_fwd<Cell>));
-    } else if constexpr (kIsTorchCell<Cell>) {
-      ops.impl(name.c_str(), FLASHCELL_OP(kTwoStateCellSchema, two_state_cell_fwd<Cell>));
+    if constexpr (kIsTorchCell<Cell>) {
+      using Schemas = CellSchemas<Cell::kStates>;
+      const std::string name = Cell::kName;
+      ops.impl((name + "_cell_fwd").c_str(),
+               FLASHCELL_OP(Schemas::kForward, CellOps<Cell>::forward));
+      ops.impl((name + "_cell_train_fwd").c_str(),
+               FLASHCELL_OP(Schemas::kTrainForward, CellOps<Cell>::train_forward));
+      ops.impl((name + "_cell_bwd").c_str(),
+               FLASHCELL_OP(Schemas::kBackward, CellOps<Cell>::backward));
     }
   };
   (implement(Cells()), ...);

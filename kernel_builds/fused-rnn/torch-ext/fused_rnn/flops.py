@@ -70,13 +70,18 @@ def layers_bwd(
     return total
 
 
-def cell_fwd(states: int) -> Any:
-    """Returns the formula of a cell with so many states."""
+def of_cell(states: int) -> Any:
+    """Returns the formulas of the ops of a torch.nn cell with so many states, by their names."""
 
-    def formula(x: Shape, *others: Any, **out: Any) -> int:
+    def forward(x: Shape, *others: Any, **out: Any) -> int:
         return sum(product(x[0], *weight) for weight in others[states : states + 2])
 
-    return formula
+    def backward(*arguments: Any, **out: Any) -> int:
+        x, w_ih, w_hh = arguments[states : states + 3]
+        wants_dx, wants_dstate = arguments[-2:]
+        return product(x[0], *w_ih) * (1 + wants_dx) + product(x[0], *w_hh) * (1 + wants_dstate)
+
+    return {"cell_fwd": forward, "cell_train_fwd": forward, "cell_bwd": backward}
 
 
 def fwd(x: Shape, weight: Shape, *options: Any, **out: Any) -> int:
@@ -104,7 +109,9 @@ def tf32_matmul(a: Shape, b: Shape, **out: Any) -> int:
 
 def register_all(counter: Any) -> None:
     of_cells = {f"{n}_{f.__name__}": f for n in CELLS for f in (layers_fwd, layers_bwd, fwd, bwd)}
-    of_cells |= {f"{n}_cell_fwd": cell_fwd(len(op.no_state)) for n, op in OPS.items()}
+    for cell, found in OPS.items():
+        formulas = of_cell(len(found.no_state)).items()
+        of_cells |= {f"{cell}_{name}": formula for name, formula in formulas}
     others = {"linear_fwd": linear_fwd, "linear_bwd": linear_bwd}
     if BACKEND == "cuda":
         others["tf32_matmul"] = tf32_matmul

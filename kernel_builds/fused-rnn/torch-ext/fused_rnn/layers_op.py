@@ -56,11 +56,18 @@ def run_layers(
         y, last, _ = layer_ops.forward(x, state, weights, *options, save, 0)
         return y, last
     if torch.is_grad_enabled() and any_requires_grad(x, *state, *weights):
-        y, *last = _Layers.apply(layer_ops, options, len(state), x, *state, *weights)
-        return y, last
+        return record_layers(layer_ops, x, state, weights, options)
     chunk = chunk_of(cell, x, weights, options, False) if x.is_cuda else 0
     with BelowAutograd():
         y, last, _ = layer_ops.run(x, state, weights, *options, False, chunk)
+    return y, last
+
+
+def record_layers(
+    layer_ops: LayerOps, x: torch.Tensor, state: Tensors, weights: Tensors, options: Options
+) -> Tuple[torch.Tensor, Tensors]:
+    """Does what run_layers does, for a backward pass to follow."""
+    y, *last = _Layers.apply(layer_ops, options, len(state), x, *state, *weights)
     return y, last
 
 
