@@ -40,8 +40,11 @@ def make(name, way, dtype, B, I, D):
 
 
 def expect(wide, arguments):
-    """Returns the next states in float64, and what they are computed from: x, states and weights."""
-    x, *state = (None if a is None else a.double().requires_grad_() for a in arguments[:-5])
+    """Returns the next states in float64, and what they are computed from: x, states and weights.
+
+    On the CPU, because torch's gradients of an LSTM cell's two biases are one tensor on a GPU."""
+    wide, given = wide.cpu(), [a if a is None else a.cpu().double() for a in arguments[:-5]]
+    x, *state = (a if a is None else a.requires_grad_() for a in given)
     hx = None if state[0] is None else tuple(state) if len(state) == 2 else state[0]
     next_state = wide(x, hx)
     next_state = [next_state] if isinstance(next_state, torch.Tensor) else list(next_state)
@@ -67,7 +70,7 @@ def test_a_step_is_torch_nns(fused_rnn, name, way, dtype, sizes):
     for k, (got, right) in enumerate(zip(found, expect(wide, arguments)[0], strict=True)):
         assert got.dtype == dtype
         assert got.is_contiguous()
-        assert_close(f"state {k}", got, right.detach(), 16 * EPS[dtype])
+        assert_close(f"state {k}", got.cpu(), right.detach(), 16 * EPS[dtype])
     after = [a for a in arguments if isinstance(a, torch.Tensor)]
     for was, now in zip(before, after, strict=True):
         assert_bitwise("argument", was, now)
@@ -79,6 +82,8 @@ def test_a_step_is_torch_nns(fused_rnn, name, way, dtype, sizes):
 @pytest.mark.parametrize("reads", ["all", "first", "last"])
 def test_gradients_are_torch_nns(fused_rnn, name, way, dtype, sizes, reads):
     """Of a loss of all next states, of h or of c."""
+    if name == "rnn_relu" and dtype.itemsize == 2:
+        pytest.skip("rounding moves units across the kink")
     arguments, wide = make(name, way, dtype, *sizes)
     places = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[reads]
     want, sources = expect(wide, arguments)
@@ -91,15 +96,16 @@ def test_gradients_are_torch_nns(fused_rnn, name, way, dtype, sizes, reads):
     found = fused_rnn.run_step(name, x, state, weights, False)
     found = [found] if isinstance(found, torch.Tensor) else list(found)
     for got, wanted in zip(found, want, strict=True):
-        assert_close("state", got.detach(), wanted.detach(), 16 * EPS[dtype])
-    given = [d.to(dtype) for d in dnext]
+        assert_close("state", got.detach().cpu(), wanted.detach(), 16 * EPS[dtype])
+    given = [d.to(dtype).to(DEVICE) for d in dnext]
     if way == "strided state":
         given = [d.mT.contiguous().mT for d in given]
     grads = torch.autograd.grad(found[places], leaves, given[places])
-    for number, (got, wanted) in enumerate(zip(grads, right, strict=True)):
+    for got, wanted in zip(grads, right, strict=True):
         assert got.dtype == dtype
+        # a single one may be near zero, the difference of larger terms
         scale = max(1.0, wanted.abs().max().item())
-        assert_close(f"gradient {number}", got / scale, wanted / scale, 48 * EPS[dtype])
+        assert (got.cpu().double() - wanted).abs().max().item() <= 24 * EPS[dtype] * scale
     pointers = {g.untyped_storage().data_ptr() for g in grads}
     assert len(pointers) == len(grads)
 

@@ -102,11 +102,14 @@ Tensors differentiate_cell(const std::vector<OptionalTensor>& dnext, const Tenso
   auto [dx, dstate, dweights] =
       layers_bwd<Cell>(dnext[0], dlast, x, weights, kept, {}, weights.size() > 2, false, 1, true,
                        weights[1].size(1), 0, tf32, wants_dx, wants_dstate, 0);
-  const Tensor none = new_tensor(x, {0}, x.scalar_type());
   Tensors found{dx};
-  dstate.resize(Cell::kStates, none), dweights.resize(4, none);
-  found.insert(found.end(), dstate.begin(), dstate.end());
-  found.insert(found.end(), dweights.begin(), dweights.end());
+  const auto add = [&](const Tensors& part, size_t count) {
+    found.insert(found.end(), part.begin(), part.end());
+    for (size_t i = part.size(); i < count; ++i) {
+      found.push_back(new_tensor(x, {0}, x.scalar_type()));
+    }
+  };
+  add(dstate, Cell::kStates), add(dweights, 4);
   return found;
 }
 

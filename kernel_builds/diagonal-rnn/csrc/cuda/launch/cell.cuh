@@ -48,16 +48,17 @@ int64_t Engine<Cell>::forward_scratch(const ForwardParams& p, const Launch& to) 
 
 template <typename Track>
 void run_walk(const ForwardParams& p, const Launch& to) {
-  const int64_t blocks_of_row = ceil_div(p.D, Track::kThreads * Track::kN);
+  const int threads = walk_threads(ceil_div(p.D, Track::kN));
+  const int64_t blocks_of_row = ceil_div(p.D, threads * Track::kN);
   launch(walk_kernel<Track>,
-         {p.S * blocks_of_row, Track::kThreads, Track::Steps::bytes(to.device.code), to.stream}, p,
+         {p.S * blocks_of_row, threads, Track::Steps::bytes(to.device.code, threads), to.stream}, p,
          int(blocks_of_row));
 }
 
 template <typename Cell, typename IO, int kN, bool kMasked>
 void run_shoot(const ForwardParams& p, const Launch& to) {
-  using Shooter = Track<Cell, IO, kN, kMasked, 32>;
-  using Settler = Track<Cell, IO, kN, kMasked, 256>;
+  using Own = Track<Cell, IO, kN, kMasked>;
+  constexpr int kWarps = 8;  // of the second kernel
   Shoot shoot{};
   shoot.chunk = chunk_steps(p.T, p.S * words_of_row(p.D, to));
   shoot.chunks = p.T > 0 ? int(ceil_div(p.T, shoot.chunk)) : 1;
@@ -69,13 +70,13 @@ void run_shoot(const ForwardParams& p, const Launch& to) {
   const int64_t boundaries = p.S * shoot.chunks * Cell::kStates * p.D;
   shoot.start = static_cast<float*>(to.scratch), shoot.end = shoot.start + boundaries;
   shoot.slope = shoot.end + boundaries;
-  launch(shoot_kernel<Shooter>,
-         {p.S * shoot.chunks * shoot.blocks_of_row, 32, Shooter::Steps::bytes(to.device.code),
+  launch(shoot_kernel<Own>,
+         {p.S * shoot.chunks * shoot.blocks_of_row, 32, Own::Steps::bytes(to.device.code, 32),
           to.stream},
          p, shoot);
-  launch(settle_kernel<Settler>,
-         {p.S * shoot.groups_of_row, 256, Settler::Steps::bytes(to.device.code), to.stream,
-          to.device.code.arch >= 90},
+  launch(settle_kernel<Own, kWarps>,
+         {p.S * shoot.groups_of_row, 32 * kWarps, Own::Steps::bytes(to.device.code, 32 * kWarps),
+          to.stream, to.device.code.arch >= 90},
          p, shoot);
 }
 
@@ -93,13 +94,8 @@ template <typename Cell>
 void Engine<Cell>::forward(const ForwardParams& p, const Launch& to) {
   if (p.method == Method::kSequential) {
     return for_lanes<true>(p, to, [&](auto io, auto channels, auto masked) {
-      using IO = decltype(io);
       constexpr int kN = decltype(channels)::value;
-      constexpr bool kMasked = decltype(masked)::value;
-      if (walk_threads(ceil_div(p.D, kN)) == kWalkThreads)
-        run_walk<Track<Cell, IO, kN, kMasked, kWalkThreads>>(p, to);
-      else
-        run_walk<Track<Cell, IO, kN, kMasked, kNarrowThreads>>(p, to);
+      run_walk<Track<Cell, decltype(io), kN, decltype(masked)::value>>(p, to);
     });
   }
   for_lanes<false>(p, to, [&](auto io, auto channels, auto masked) {

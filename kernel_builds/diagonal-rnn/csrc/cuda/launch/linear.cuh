@@ -66,21 +66,14 @@ struct Walk {
     return S * Element::kSums * D * int64_t(sizeof(float));
   }
   static void run(const Params& p, int64_t S, Way, const Launch& to, float* sums) {
-    if (walk_threads(ceil_div(p.D, Element::kN)) == kWalkThreads)
-      walk<kWideThreads>(p, S, to);
-    else
-      walk<kNarrowThreads>(p, S, to);
-    add_up<Element>(p, {static_cast<const float*>(to.scratch), S}, {}, nullptr, sums, to);
-  }
-
- private:
-  template <int kThreads>
-  static void walk(const Params& p, int64_t S, const Launch& to) {
-    using Track = LinearTrack<Element, kThreads, kSteps, kGroups, kLeaves>;
-    const int64_t blocks_of_row = ceil_div(p.D, kThreads * Element::kN);
-    launch(linear_walk_kernel<Track>,
-           {S * blocks_of_row, kThreads, Track::Steps::bytes(to.device.code), to.stream}, p,
+    using Track = LinearTrack<Element, kSteps, kGroups, kLeaves>;
+    const bool wide = walk_threads(ceil_div(p.D, Element::kN)) == kWalkThreads;
+    const int threads = wide ? kWideThreads : kNarrowThreads;
+    const int64_t blocks_of_row = ceil_div(p.D, threads * Element::kN);
+    launch(linear_walk_kernel<Track, kWideThreads>,
+           {S * blocks_of_row, threads, Track::Steps::bytes(to.device.code, threads), to.stream}, p,
            int(blocks_of_row), static_cast<float*>(to.scratch));
+    add_up<Element>(p, {static_cast<const float*>(to.scratch), S}, {}, nullptr, sums, to);
   }
 };
 
@@ -152,10 +145,10 @@ struct Parallel {
   }
 
   static void chunks(const Params& p, int64_t S, const Reach& reach, const Launch& to) {
-    using Track = LinearTrack<Element, 32, kReachSteps, kReachGroups>;
+    using Track = LinearTrack<Element, kReachSteps, kReachGroups>;
     const int64_t rows = S * reach.chunks;
     launch(reach_kernel<Track>,
-           {rows * reach.blocks_of_row, 32, Track::Steps::bytes(to.device.code), to.stream}, p,
+           {rows * reach.blocks_of_row, 32, Track::Steps::bytes(to.device.code, 32), to.stream}, p,
            reach);
     launch(agree_kernel<T::K>, {ceil_div(rows * p.D, 256), 256, 0, to.stream},
            static_cast<const SequenceParams&>(p), reach);

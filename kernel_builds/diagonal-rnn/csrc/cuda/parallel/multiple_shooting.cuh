@@ -46,9 +46,8 @@ struct Boundary {
 };
 
 template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
-                                                                __grid_constant__ ForwardParams p,
-                                                                const Shoot shoot) {
+__global__ void __launch_bounds__(32) shoot_kernel(const __grid_constant__ ForwardParams p,
+                                                   const Shoot shoot) {
   using Edge = Boundary<Track>;
   extern __shared__ __align__(16) unsigned char shared[];
   pdl_launch_dependents();
@@ -56,8 +55,7 @@ __global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
   const int64_t s = chunk_of_all / shoot.chunks;
   const int w = int(chunk_of_all % shoot.chunks), first = w * shoot.chunk;
   const Column column(p, s);
-  const int64_t d =
-      int64_t(blockIdx.x % shoot.blocks_of_row * Track::kThreads + threadIdx.x) * Track::kN;
+  const int64_t d = int64_t(blockIdx.x % shoot.blocks_of_row * 32 + threadIdx.x) * Track::kN;
   if (blockIdx.x == 0 && threadIdx.x < 3) p.report[threadIdx.x] = threadIdx.x == 0;
   if (first > 0 && first >= column.length + column.padding) return;
 
@@ -103,12 +101,12 @@ __global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
 
 // One block handles 32 kN channels of a sequence: its lanes are the channels, and its warps share
 // the chunks.
-template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
-                                                                 __grid_constant__ ForwardParams p,
-                                                                 const Shoot shoot) {
+template <typename Track, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) settle_kernel(const
+                                                             __grid_constant__ ForwardParams p,
+                                                             const Shoot shoot) {
   using Edge = Boundary<Track>;
-  constexpr int kStates = Track::kStates, kN = Track::kN, kWarps = Track::kThreads / 32;
+  constexpr int kStates = Track::kStates, kN = Track::kN;
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t s = blockIdx.x / shoot.groups_of_row;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -20,14 +20,13 @@ struct Reach {
 constexpr float kFaded = 0x1p-26f, kRounding = 0x1p-21f;  // both relative to the largest carry
 
 template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads) reach_kernel(const __grid_constant__
-                                                                typename Track::Params p,
-                                                                const Reach reach) {
+__global__ void __launch_bounds__(32) reach_kernel(const __grid_constant__ typename Track::Params p,
+                                                   const Reach reach) {
   constexpr int kN = Track::kN, K = Track::K;
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t row = blockIdx.x / reach.blocks_of_row, s = row / reach.chunks;
   const int first = int(row % reach.chunks) * reach.chunk;
-  const int64_t d = int64_t(blockIdx.x % reach.blocks_of_row * Track::kThreads + threadIdx.x) * kN;
+  const int64_t d = int64_t(blockIdx.x % reach.blocks_of_row * 32 + threadIdx.x) * kN;
   if (blockIdx.x == 0 && threadIdx.x == 0) *reach.open = 0;
   Track track(p, s, d, shared);
   auto& e = track.e;

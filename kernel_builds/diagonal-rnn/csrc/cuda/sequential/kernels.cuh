@@ -1,6 +1,7 @@
 // The sequential kernels: every thread runs its channels from the first step to the last. Threads
 // share nothing, so the time is the larger of memory's and of the chain of T dependent steps.
 #pragma once
+#include "../plan.h"
 #include "linear_track.cuh"
 #include "track.cuh"
 
@@ -12,14 +13,13 @@ namespace flashcell::cuda {
 template <typename Track>
 DEVICE int64_t channel_of_thread(int64_t D, int blocks_of_row) {
   const int64_t block = blockIdx.x % blocks_of_row;
-  const int64_t d = (block * Track::kThreads + threadIdx.x) * Track::kN;
+  const int64_t d = (block * blockDim.x + threadIdx.x) * Track::kN;
   return d < D ? d : d % D;
 }
 
 template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads) walk_kernel(const
-                                                               __grid_constant__ ForwardParams p,
-                                                               int blocks_of_row) {
+__global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ ForwardParams p,
+                                                            int blocks_of_row) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Column column(p, blockIdx.x / blocks_of_row);
   Track track(p, column, channel_of_thread<Track>(p.D, blocks_of_row), shared);
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(Track::kThreads) walk_kernel(const
 }
 
 // Runs a linear recurrence (linear.cuh); its sums over the steps go to partial [S, P, D].
-template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads) linear_walk_kernel(const __grid_constant__
-                                                                      typename Track::Params p,
-                                                                      int blocks_of_row,
-                                                                      float* partial) {
+template <typename Track, int kMostThreads>
+__global__ void __launch_bounds__(kMostThreads) linear_walk_kernel(const __grid_constant__
+                                                                   typename Track::Params p,
+                                                                   int blocks_of_row,
+                                                                   float* partial) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t s = blockIdx.x / blocks_of_row;
   Track track(p, s, channel_of_thread<Track>(p.D, blocks_of_row), shared);

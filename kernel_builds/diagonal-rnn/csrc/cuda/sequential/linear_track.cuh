@@ -22,16 +22,15 @@ struct LinearMarks<Element, kSteps, true> : Marks<true, true, kSteps> {
   DEVICE Mark at(int k) const { return {this->reset(k), this->hold(k)}; }
 };
 
-template <typename ElementOf, int kThreadsOf, int kStepsOf, int kGroups,
-          Leaves kLeaves = Leaves::kInTurn>
+template <typename ElementOf, int kStepsOf, int kGroups, Leaves kLeaves = Leaves::kInTurn>
 struct LinearTrack {
   using Element = ElementOf;
   using Params = typename Element::Params;
   using Word = typename Element::Word;
-  static constexpr int kThreads = kThreadsOf, kSteps = kStepsOf, kRows = Element::kRows;
+  static constexpr int kSteps = kStepsOf, kRows = Element::kRows;
   static constexpr int kN = Element::kN, K = Element::kStates, P = Element::kSums;
   static constexpr bool kGrouped = Element::kOnce < kRows;
-  using Steps = Ring<Word, kRows, kSteps, kGroups, kThreads, Element::kOnce, kLeaves>;
+  using Steps = Ring<Word, kRows, kSteps, kGroups, Element::kOnce, kLeaves>;
 
   Element e;
   float carry[kN][K];
@@ -138,7 +137,7 @@ struct LinearTrack {
     }
     // Keeping the warps of a row at the same step lets them read whole memory pages (fp32 GRU of
     // 8x2048x4096, words of 8 bytes: 0.532 ms instead of 0.536).
-    if constexpr (kThreads > 32 && sizeof(Word) >= 8) __syncthreads();
+    if (sizeof(Word) >= 8 && blockDim.x > 32) __syncthreads();
     ring_.take(ahead_);
     marks_.take(i + kSteps);
   }

@@ -1,8 +1,8 @@
-// A ring of prefetched steps: each thread has its own column in shared memory, filled by
-// asynchronous copies. A ring in registers would not work: the hardware tracks loads with only a
-// few counters, so waiting for the oldest load waits for younger ones too. No thread reads
-// another's column, so no synchronisation is needed. Turing, whose copies are not asynchronous, has
-// one group, which is copied when it is taken.
+// A ring of prefetched steps: each thread has its own column in its warp's part of the shared
+// memory, filled by asynchronous copies. A ring in registers would not work: the hardware tracks
+// loads with only a few counters, so waiting for the oldest load waits for younger ones too. No
+// thread reads another's column, so no synchronisation is needed. Turing, whose copies are not
+// asynchronous, has one group, which is copied when it is taken.
 #pragma once
 #include "../lane.cuh"
 #include "common/cuda/code.h"
@@ -13,19 +13,21 @@ namespace flashcell::cuda {
 // a group's last step, into the place of step kSteps - 1. With evict_last loads, lines are returned
 // to normal priority after use, for as many of the last steps as fill L2; lines of earlier steps
 // have left it by then.
-template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads,
-          int kOnce = kRowsOf, Leaves kLeaves = Leaves::kInTurn>
+template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kOnce = kRowsOf,
+          Leaves kLeaves = Leaves::kInTurn>
 class Ring {
  public:
   using Word = WordOf;
   static constexpr int kSteps = kStepsOf, kGroups = kIsTuring ? 1 : kGroupsOf, kRows = kRowsOf;
-  static constexpr int kGroup = kSteps * kRows * kThreads;
+  static constexpr int kLanes = 32, kGroup = kSteps * kRows * kLanes;
   // Bytes of shared memory of a thread block that runs this code.
-  static constexpr int bytes(const Code& code) {
-    return (code.is_turing() ? 1 : kGroupsOf) * kGroup * int(sizeof(Word));
+  static constexpr int bytes(const Code& code, int threads) {
+    return (code.is_turing() ? 1 : kGroupsOf) * kGroup * threads / kLanes * int(sizeof(Word));
   }
 
-  DEVICE Ring(unsigned char* shared) : column_(reinterpret_cast<Word*>(shared) + threadIdx.x) {}
+  DEVICE Ring(unsigned char* shared)
+      : column_(reinterpret_cast<Word*>(shared) + threadIdx.x / kLanes * kGroups * kGroup +
+                threadIdx.x % kLanes) {}
 
   // Starts prefetching `count` steps, bytes[r] apart in row r.
   DEVICE void start(const void* const (&first)[kRows], const int (&bytes)[kRows], int count) {
@@ -34,7 +36,7 @@ class Ring {
       from_[r] = static_cast<const char*>(first[r]), bytes_[r] = bytes[r];
     }
     left_ = count, fill_ = take_ = 0, policy_ = cache_policy<kLeaves>();
-    given_back_ = int(kCacheBytes / (int64_t(gridDim.x) * kThreads * kRows * sizeof(Word)));
+    given_back_ = int(kCacheBytes / (int64_t(gridDim.x) * blockDim.x * kRows * sizeof(Word)));
 #pragma unroll 1
     for (int g = 0; g < kGroups - 1; ++g) request();
   }
@@ -49,7 +51,7 @@ class Ring {
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int r = 0; r < (k + 1 < kSteps ? kOnce : kRows); ++r) {
-        words[k][r] = group[(k * kRows + r) * kThreads];
+        words[k][r] = group[(k * kRows + r) * kLanes];
       }
     }
     take_ = take_ + 1 == kGroups ? 0 : take_ + 1;
@@ -82,7 +84,7 @@ class Ring {
   DEVICE void copy_rows(int step, int place, Word* to) const {
 #pragma unroll
     for (int r = kFirst; r < kEnd; ++r) {
-      copy_word<sizeof(Word), kLeaves>(to + (place * kRows + r) * kThreads,
+      copy_word<sizeof(Word), kLeaves>(to + (place * kRows + r) * kLanes,
                                        from_[r] + int64_t(bytes_[r]) * step, policy_);
     }
   }

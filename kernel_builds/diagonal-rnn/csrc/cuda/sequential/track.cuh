@@ -6,18 +6,17 @@
 
 namespace flashcell::cuda {
 
-template <typename CellOf, typename IOOf, int kNOf, bool kMaskedOf, int kThreadsOf, int kGroups = 4>
+template <typename CellOf, typename IOOf, int kNOf, bool kMaskedOf, int kGroups = 4>
 class Track {
  public:
   using Cell = CellOf;
   using IO = IOOf;
-  static constexpr int kN = kNOf, kThreads = kThreadsOf;
-  static constexpr int kStates = Cell::kStates, kGates = Cell::kGates;
+  static constexpr int kN = kNOf, kStates = Cell::kStates, kGates = Cell::kGates;
   static constexpr bool kMasked = kMaskedOf;
   using Words = Word<IO, kN>;
 
   // Prefetch 24 to 32 steps: with one warp per scheduler a step may take 30 ns, and memory 700 ns.
-  using Steps = Ring<Words, kGates, 8, kGroups, kThreads>;
+  using Steps = Ring<Words, kGates, 8, kGroups>;
   static constexpr int kSteps = Steps::kSteps;
   // Groups in a round of the loop. With masks, one is as fast as two and smaller code, but for a
   // 16-bit GRU (8x2048x4096 with resets, H200: LSTM fp32 0.314 ms against 0.332 with two, GRU bf16

@@ -42,18 +42,19 @@ struct RowPiece {
   DEVICE float operator[](int i) const { return to_float(elements.of[i]); }
 };
 
-// The operand of a column, as io rounds it.
-template <typename IO, bool kVectors>
-DEVICE void load_operand(float (&values)[RowPiece<IO, kVectors>::kCount], const StateView& view,
-                         int64_t row, int64_t at) {
-  if constexpr (kVectors) {  // the launcher has checked that rows are io and aligned
-    RowPiece<IO, true> piece;
-    piece.load(static_cast<const IO*>(view.data) + row * view.row + at);
+// One element of every operand, as io rounds it; zeros past the last one.
+template <typename IO, int kWidth>
+DEVICE void load_elements(float (&values)[kWidth], const StateView& view, int64_t first,
+                          int columns, int64_t at) {
+  const int64_t from = first * view.row + at * view.unit;
+  const auto load_all = [&](const auto* data) {
 #pragma unroll
-    for (int i = 0; i < RowPiece<IO, true>::kCount; ++i) values[i] = piece[i];
-  } else {
-    values[0] = to_float(from_float<IO>(load_view<IO>(view, row, at)));
-  }
+    for (int c = 0; c < kWidth; ++c) {
+      values[c] = c < columns ? to_float(from_float<IO>(to_float(data[from + c * view.row]))) : 0;
+    }
+  };
+  view.is_io ? load_all(static_cast<const IO*>(view.data))
+             : load_all(static_cast<const float*>(view.data));
 }
 
 // Multiplies the rows of one unit, one for each gate, by `columns` operands from row `first` on,
@@ -70,35 +71,59 @@ DEVICE float multiply_unit(const CellProduct& product, int64_t D, int64_t unit, 
   const IO* row = static_cast<const IO*>(product.weight) + unit * product.depth;
   const int64_t gate = D * product.depth, depth = product.depth;
   float sums[kWidth * kSlots] = {};
+  const auto load = [&](Piece(&rows)[kGates], int64_t at) {
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) rows[g].load(row + g * gate + at);
+  };
   const auto add = [&](const Piece(&rows)[kGates], int64_t at) {
+    if constexpr (kVectors) {  // the launcher has checked that operands are io and aligned
 #pragma unroll
-    for (int c = 0; c < kWidth; ++c) {
-      if (c >= columns) continue;
-      float values[kCount];
-      load_operand<IO, kVectors>(values, product.operand, first + c, at);
+      for (int c = 0; c < kWidth; ++c) {
+        if (c >= columns) continue;
+        const StateView& view = product.operand;
+        Piece values;
+        values.load(static_cast<const IO*>(view.data) + (first + c) * view.row + at);
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) {
+        for (int g = 0; g < kGates; ++g) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[c * kSlots + g] += rows[g][i] * values[i];
+          for (int i = 0; i < kCount; ++i) sums[c * kSlots + g] += rows[g][i] * values[i];
+        }
+      }
+    } else {
+      float values[kWidth];
+      load_elements<IO>(values, product.operand, first, columns, at);
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) {
+#pragma unroll
+        for (int g = 0; g < kGates; ++g) sums[c * kSlots + g] += rows[g][0] * values[c];
       }
     }
   };
   int64_t at = threadIdx.x % 32 * kCount;
-  for (; at + (kAhead - 1) * kStep < depth; at += kAhead * kStep) {
-    Piece rows[kAhead][kGates];
+  if constexpr (kVectors) {
+    for (; at + (kAhead - 1) * kStep < depth; at += kAhead * kStep) {
+      Piece rows[kAhead][kGates];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kAhead; ++i) load(rows[i], at + i * kStep);
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) rows[i][g].load(row + g * gate + at + i * kStep);
+      for (int i = 0; i < kAhead; ++i) add(rows[i], at + i * kStep);
     }
+    for (; at < depth; at += kStep) {
+      Piece rows[kGates];
+      load(rows, at), add(rows, at);
+    }
+  } else {  // with lanes that leave such a loop early, its rest would take as many steps again
+    for (int64_t start = 0; start < depth; start += kAhead * kStep, at += kAhead * kStep) {
+      Piece rows[kAhead][kGates];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) add(rows[i], at + i * kStep);
-  }
-  for (; at < depth; at += kStep) {
-    Piece rows[kGates];
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i * kStep < depth) load(rows[i], at + i * kStep);
+      }
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) rows[g].load(row + g * gate + at);
-    add(rows, at);
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i * kStep < depth) add(rows[i], at + i * kStep);
+      }
+    }
   }
   return sum_over_lanes<kWidth * kSlots>(sums);
 }
