@@ -16,7 +16,7 @@ from fuzzing.draw import MAKERS
 # Public functions that run no kernel, but change a registry for good.
 NO_CALLS = {"register_structure"}
 # Functions of a kernel that are not public: only the raw ops that they call are fuzzed.
-RAW_ONLY = {"run_layers"}
+RAW_ONLY = {"run_layers", "run_step"}
 
 
 def entries(kernel: ModuleType) -> dict[str, Callable]:

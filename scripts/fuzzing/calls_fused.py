@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fuzzing.draw import Draw, maker
+from fuzzing.draw import Draw, maker, with_gradient
 
 
 def recurrent_cell(draw: Draw, name: str) -> tuple[dict[str, Any], Any]:
@@ -90,6 +90,21 @@ def _run_layers(draw: Draw, name: str) -> dict[str, Any]:
     options = (batch_sizes, has_bias, projects, directions, batch_first, width, 0.0, False)
     call = {"cell": spec.name, "x": x, "weights": weights, "options": options}
     return {**call, "state": draw.pick((state, []))}
+
+
+@maker("run_step")
+def _run_step(draw: Draw, name: str) -> dict[str, Any]:
+    from flashcell.kernels.fused_rnn import CELLS
+
+    spec = CELLS[draw.pick(("lstm", "gru", "rnn_tanh", "rnn_relu"))]
+    B, I, D = draw.rng.randint(1, 9), draw.pick((1, 3, 8)), draw.pick((1, 4, 9))
+    shapes = [(spec.gates * D, I), (spec.gates * D, D)]
+    shapes += [(spec.gates * D,)] * 2 * draw.chance(0.5)
+    weights = [draw.normal(*shape, scale=D**-0.5) for shape in shapes]
+    state = [draw.normal(B, D) for _ in range(spec.states)]
+    call = {"cell": spec.name, "x": draw.normal(B, I), "weights": weights, "tf32": False}
+    call["state"] = draw.pick((state, []))
+    return {k: with_gradient(v, lambda: draw.chance(0.5)) for k, v in call.items()}
 
 
 @maker("linear")

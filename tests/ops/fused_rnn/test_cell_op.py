@@ -136,14 +136,16 @@ def shorter(tensor):
 
 BAD = {
     "x": (0, lambda t: t[None], r"x must be \[B, I\]"),
-    "wide x": (0, shorter, r"weights\[0\] must have shape \[28, 4\]"),
-    "short h": (1, lambda t: t[1:], "state must have shape"),
+    "wide x": (0, shorter, r"w_ih must have shape \[28, 4\]"),
+    "short h": (1, lambda t: t[1:], r"h must have shape \[3, 7\]"),
+    "h of another dtype": (1, lambda t: t.half(), "h must have dtype Float, got Half"),
+    "wide c": (2, shorter, r"c must have shape \[3, 7\]"),
     "no h": (1, lambda t: None, "h and c must both be given or None"),
     "no c": (2, lambda t: None, "h and c must both be given or None"),
-    "w_ih": (3, lambda t: t.double(), r"weights\[\d\] must have dtype"),
+    "w_ih": (3, lambda t: t.double(), "w_ih must have dtype"),
     "w_hh": (4, lambda t: t[0], r"w_hh must be \[G D, D\]"),
     "b_ih": (5, lambda t: None, "b_ih and b_hh must both be given or None"),
-    "b_hh": (6, shorter, r"weights\[3\] must have shape"),
+    "b_hh": (6, shorter, r"b_hh must have shape \[28\]"),
     "empty": (0, lambda t: t[:0], "must"),
 }
 
@@ -153,5 +155,29 @@ def test_wrong_arguments_are_refused(fused_rnn, case):
     arguments, _ = make("lstm", "dense", torch.float32, 3, 5, 7)
     place, change, says = BAD[case]
     arguments[place] = change(arguments[place])
+    for op in ("cell_fwd", "cell_train_fwd"):
+        with pytest.raises(RuntimeError, match=says):
+            getattr(fused_rnn.dispatch.ops, f"lstm_{op}")(*arguments)
+
+
+BAD_BACK = {
+    "dh": (0, shorter, r"dh must have shape \[3, 7\]"),
+    "a number for dh": (0, lambda t: t.sum(), r"dh must have shape \[3, 7\]"),
+    "x": (-10, shorter, r"w_ih must have shape \[\d+, 4\]"),
+    "saved": (-5, lambda t: t[:, 1:], r"saved must have shape \[3, 5, 1, 7\]"),
+    "h_prev": (-4, lambda t: t[1:], r"h_prev must have shape \[3, 1, 7\]"),
+    "a last gradient": (-11, lambda t: t.double(), "d[hc] must have dtype"),
+}
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+@pytest.mark.parametrize("case", BAD_BACK)
+def test_wrong_arguments_of_the_backward_are_refused(fused_rnn, name, case):
+    arguments, _ = make(name, "dense", torch.float32, 3, 5, 7)
+    ops = fused_rnn.dispatch.ops
+    *next_state, saved, h_prev = getattr(ops, f"{name}_cell_train_fwd")(*arguments)
+    call = [*next_state, arguments[0], *arguments[-5:-1], saved, h_prev, False, True, True]
+    place, change, says = BAD_BACK[case]
+    call[place] = change(call[place])
     with pytest.raises(RuntimeError, match=says):
-        run(fused_rnn, "lstm", arguments)
+        getattr(ops, f"{name}_cell_bwd")(*call)

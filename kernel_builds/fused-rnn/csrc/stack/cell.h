@@ -11,7 +11,8 @@
 namespace flashcell {
 
 // x [B,I] · h, c [B,D], all or none of the states; a cell of one state has no c · w_ih [G D,I] ·
-// w_hh [G D,D] · b_ih, b_hh [G D], both or none. Dtypes: see forward.h.
+// w_hh [G D,D] · b_ih, b_hh [G D], both or none. All in the dtype of x, states also in the
+// states'.
 // _cell_fwd -> the next h, c [B,D]
 // _cell_train_fwd -> these, and what the backward reads: saved [B,V,1,D], h_prev [B,1,D], or
 // [0,1,D] without states _cell_bwd: dh, dc [B,D] -> the gradients of x ([0] if not wanted), of h
@@ -46,20 +47,41 @@ struct CellSchemas<2> {
       "(Tensor dx, Tensor dh, Tensor dc, Tensor dw_ih, Tensor dw_hh, Tensor db_ih, Tensor db_hh)";
 };
 
-inline Tensors weights_of_cell(const Tensor& x, const Tensor& w_ih, const Tensor& w_hh,
-                               const OptionalTensor& b_ih, const OptionalTensor& b_hh) {
+inline void expect(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape,
+                   ScalarType type) {
+  if (!has_shape(tensor, shape)) check_shape(tensor, name, shape);
+  if (tensor.scalar_type() != type) check_dtype(tensor, name, type);
+}
+
+template <typename Cell>
+Tensors weights_of_cell(const Tensor& x, const Tensor& w_ih, const Tensor& w_hh,
+                        const OptionalTensor& b_ih, const OptionalTensor& b_hh) {
   check_rank(x, "x", 2, "[B, I]");
   check_rank(w_hh, "w_hh", 2, "[G D, D]");
   STD_TORCH_CHECK(b_ih.has_value() == b_hh.has_value(), "b_ih and b_hh must both be given or None");
-  Tensors weights{w_ih, w_hh};
-  if (b_ih) weights.insert(weights.end(), {*b_ih, *b_hh});
-  return weights;
+  const int64_t D = w_hh.size(1), rows = Cell::kGates * D;
+  const ScalarType io = x.scalar_type();
+  expect(w_ih, "w_ih", {rows, x.size(1)}, io), expect(w_hh, "w_hh", {rows, D}, io);
+  if (!b_ih) return {w_ih, w_hh};
+  expect(*b_ih, "b_ih", {rows}, io), expect(*b_hh, "b_hh", {rows}, io);
+  return {w_ih, w_hh, *b_ih, *b_hh};
 }
 
-inline Tensors states_of_cell(const OptionalTensor& h) { return h ? Tensors{*h} : Tensors{}; }
-inline Tensors states_of_cell(const OptionalTensor& h, const OptionalTensor& c) {
+inline void expect_state(const Tensor& x, const Tensor& state, const char* name, int64_t D) {
+  const ScalarType type = state.scalar_type();
+  expect(state, name, {x.size(0), D}, type == state_dtype(x) ? type : x.scalar_type());
+}
+inline Tensors states_of_cell(const Tensor& x, const Tensor& w_hh, const OptionalTensor& h) {
+  if (!h) return {};
+  expect_state(x, *h, "h", w_hh.size(1));
+  return {*h};
+}
+inline Tensors states_of_cell(const Tensor& x, const Tensor& w_hh, const OptionalTensor& h,
+                              const OptionalTensor& c) {
   STD_TORCH_CHECK(h.has_value() == c.has_value(), "h and c must both be given or None");
-  return h ? Tensors{*h, *c} : Tensors{};
+  if (!h) return {};
+  expect_state(x, *h, "h", w_hh.size(1)), expect_state(x, *c, "c", w_hh.size(1));
+  return {*h, *c};
 }
 
 // Returns the next states and, if `save`, the two tensors that the backward reads.
@@ -68,7 +90,7 @@ Tensors run_cell(const Tensor& x, const Tensors& states, const Tensors& weights,
                  bool save) {
 #if !defined(CUDA_KERNEL)
   CellStep<Cell> step;
-  if (step.fits(x, weights) && step.fits_states(states)) {
+  if (step.fits(x, weights) && step.are_dense(states)) {
     Tensors kept, next = step.forward(x, states, weights, save ? &kept : nullptr);
     next.insert(next.end(), kept.begin(), kept.end());
     return next;
@@ -79,19 +101,23 @@ Tensors run_cell(const Tensor& x, const Tensors& states, const Tensors& weights,
   Tensors found{y};
   found.insert(found.end(), last.begin(), last.end());
   found.insert(found.end(), kept.begin(), kept.end());
-  STD_TORCH_CHECK(!save || found.size() == size_t(Cell::kStates) + 2,
-                  "w_ih must have the dtype of x, got ",
-                  torch::headeronly::toString(weights[0].scalar_type()));
   return found;
 }
 
+// Returns the gradients of x, of the states, and of four weights.
 template <typename Cell>
 Tensors differentiate_cell(const std::vector<OptionalTensor>& dnext, const Tensor& x,
                            const Tensors& weights, const Tensors& kept, bool tf32, bool wants_dx,
                            bool wants_dstate) {
+  const int64_t B = x.size(0), D = weights[1].size(1);
+  for (size_t k = 0; k < dnext.size(); ++k) {
+    if (dnext[k]) expect(*dnext[k], k == 0 ? "dh" : "dc", {B, D}, x.scalar_type());
+  }
+  expect(kept[0], "saved", {B, Cell::kSaved, 1, D}, saved_dtype(x));
+  if (!has_shape(kept[1], {0, 1, D})) expect(kept[1], "h_prev", {B, 1, D}, x.scalar_type());
 #if !defined(CUDA_KERNEL)
   CellStep<Cell> step;
-  if (step.fits(x, weights) && step.fits_kept(kept) && step.fits_gradients(dnext)) {
+  if (step.fits(x, weights) && step.are_dense(kept) && step.are_dense(dnext)) {
     return step.backward(dnext, x, weights, kept, wants_dx, wants_dstate);
   }
 #endif
@@ -121,21 +147,21 @@ template <typename Cell>
 struct CellOps<Cell, 1> {
   static Tensor forward(Tensor x, OptionalTensor h, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
                         OptionalTensor b_hh, bool tf32) {
-    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
-    return run_cell<Cell>(x, states_of_cell(h), weights, tf32, false)[0];
+    const Tensors weights = weights_of_cell<Cell>(x, w_ih, w_hh, b_ih, b_hh);
+    return run_cell<Cell>(x, states_of_cell(x, w_hh, h), weights, tf32, false)[0];
   }
   static std::tuple<Tensor, Tensor, Tensor> train_forward(Tensor x, OptionalTensor h, Tensor w_ih,
                                                           Tensor w_hh, OptionalTensor b_ih,
                                                           OptionalTensor b_hh, bool tf32) {
-    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
-    const Tensors t = run_cell<Cell>(x, states_of_cell(h), weights, tf32, true);
+    const Tensors weights = weights_of_cell<Cell>(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = run_cell<Cell>(x, states_of_cell(x, w_hh, h), weights, tf32, true);
     return {t[0], t[1], t[2]};
   }
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       OptionalTensor dh, Tensor x, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
       OptionalTensor b_hh, Tensor saved, Tensor h_prev, bool tf32, bool wants_dx,
       bool wants_dstate) {
-    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors weights = weights_of_cell<Cell>(x, w_ih, w_hh, b_ih, b_hh);
     const Tensors t =
         differentiate_cell<Cell>({dh}, x, weights, {saved, h_prev}, tf32, wants_dx, wants_dstate);
     return {t[0], t[1], t[2], t[3], t[4], t[5]};
@@ -147,23 +173,23 @@ struct CellOps<Cell, 2> {
   static std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor h, OptionalTensor c,
                                             Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
                                             OptionalTensor b_hh, bool tf32) {
-    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
-    const Tensors t = run_cell<Cell>(x, states_of_cell(h, c), weights, tf32, false);
+    const Tensors weights = weights_of_cell<Cell>(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = run_cell<Cell>(x, states_of_cell(x, w_hh, h, c), weights, tf32, false);
     return {t[0], t[1]};
   }
   static std::tuple<Tensor, Tensor, Tensor, Tensor> train_forward(Tensor x, OptionalTensor h,
                                                                   OptionalTensor c, Tensor w_ih,
                                                                   Tensor w_hh, OptionalTensor b_ih,
                                                                   OptionalTensor b_hh, bool tf32) {
-    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
-    const Tensors t = run_cell<Cell>(x, states_of_cell(h, c), weights, tf32, true);
+    const Tensors weights = weights_of_cell<Cell>(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors t = run_cell<Cell>(x, states_of_cell(x, w_hh, h, c), weights, tf32, true);
     return {t[0], t[1], t[2], t[3]};
   }
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       OptionalTensor dh, OptionalTensor dc, Tensor x, Tensor w_ih, Tensor w_hh, OptionalTensor b_ih,
       OptionalTensor b_hh, Tensor saved, Tensor h_prev, bool tf32, bool wants_dx,
       bool wants_dstate) {
-    const Tensors weights = weights_of_cell(x, w_ih, w_hh, b_ih, b_hh);
+    const Tensors weights = weights_of_cell<Cell>(x, w_ih, w_hh, b_ih, b_hh);
     const Tensors t = differentiate_cell<Cell>({dh, dc}, x, weights, {saved, h_prev}, tf32,
                                                wants_dx, wants_dstate);
     return {t[0], t[1], t[2], t[3], t[4], t[5], t[6]};

@@ -20,28 +20,24 @@ class CellStep {
  public:
   using Tensors = std::vector<Tensor>;
 
-  // Whether the call is one of these. Of a call that is none, Layers checks every argument.
+  // Whether the call, whose shapes are right, is one of these.
   bool fits(const Tensor& x, const Tensors& weights) {
     io_ = x.scalar_type();
     if (io_ != ScalarType::Float && io_ != ScalarType::Double) return false;
     B_ = x.size(0), I_ = x.size(1), D_ = weights[1].size(1);
-    if (B_ == 0 || I_ == 0 || D_ == 0 || !is_plain(x, {B_, I_})) return false;
+    if (B_ == 0 || I_ == 0 || D_ == 0 || !x.is_contiguous()) return false;
     dtype_ = io_dtype(x, "x"), bytes_ = B_ * D_ * x.element_size(), has_bias_ = weights.size() > 2;
-    if (!is_plain(weights[0], {G * D_, I_}) || !is_plain(weights[1], {G * D_, D_})) return false;
-    for (size_t i = 2; i < weights.size(); ++i) {
-      if (!is_plain(weights[i], {G * D_})) return false;
-    }
-    return true;
+    return are_dense(weights);
   }
-  bool fits_states(const Tensors& states) const {
-    for (const Tensor& state : states) {
-      if (!is_plain(state, {B_, D_})) return false;
-    }
-    return true;
+  // Whether a call also has these tensors.
+  static bool are_dense(const Tensors& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](const Tensor& tensor) { return tensor.is_contiguous(); });
   }
-  bool fits_kept(const Tensors& kept) const {
-    return is_plain(kept[0], {B_, V, 1, D_}) &&
-           (is_plain(kept[1], {B_, 1, D_}) || is_plain(kept[1], {0, 1, D_}));
+  static bool are_dense(const std::vector<OptionalTensor>& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(), [](const OptionalTensor& tensor) {
+      return !tensor || tensor->is_contiguous();
+    });
   }
 
   // Returns the next states; if `kept` is given, it gets the saved values and the h of before.
@@ -146,17 +142,6 @@ class CellStep {
       std::memcpy(b_hh + kSummed * gate, biases + G * gate, (G - kSummed) * gate);
     }
     return found;
-  }
-
-  bool is_plain(const Tensor& tensor, std::initializer_list<int64_t> shape) const {
-    return tensor.scalar_type() == io_ && has_shape(tensor, shape) && tensor.is_contiguous();
-  }
-  // Whether the gradients of the next states are plain, where there are any.
-  bool fits_gradients(const std::vector<OptionalTensor>& dnext) const {
-    for (const OptionalTensor& d : dnext) {
-      if (d && !is_plain(*d, {B_, D_})) return false;
-    }
-    return true;
   }
 
  private:
