@@ -9,8 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,9 +111,9 @@ def find_cross_gxx(machine: str) -> Path:
     return path
 
 
-def check_torch(python: Path, floor: str) -> None:
-    """Raises if `python`'s torch is older than the stable ABI that is built for. Does not import
-    torch."""
+def check_torch(python: Path, floor: str) -> str:
+    """Returns the version of `python`'s torch, and raises if it is older than the stable ABI that is
+    built for. Does not import torch."""
     code = "import importlib.metadata as m; print(m.version('torch'))"
     try:
         version = _output(python, "-c", code).strip()
@@ -126,6 +124,7 @@ def check_torch(python: Path, floor: str) -> None:
         ) from None
     if _version(version)[:2] < _version(floor):
         raise BuildError(f"{python} has torch {version}, but the build needs {floor} or later")
+    return version
 
 
 def check_helpers() -> None:
@@ -222,20 +221,6 @@ def _nvcc(path: Path) -> Nvcc:
     if match is None:
         raise BuildError(f"{path} is not NVIDIA's nvcc: --version names no release")
     return Nvcc(path, match[1])
-
-
-@contextmanager
-def objects_of(work: Path, options: list[str], programs: list[Path]) -> Iterator[list[str]]:
-    """Yields the arguments with which cmake takes over, or removes, the objects of earlier builds in `work`.
-
-    Objects stay where the last build had the same options and versions of `programs`: ninja compiles
-    what has changed. They are removed, too, if the block raises."""
-    record = work / "options.txt"
-    text = "\n".join([*options, *(_output(program, "--version") for program in programs)])
-    same = record.is_file() and record.read_text() == text
-    record.unlink(missing_ok=True)
-    yield [] if same else ["--fresh"]
-    record.write_text(text)
 
 
 def _which(program: str) -> str | None:

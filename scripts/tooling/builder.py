@@ -13,6 +13,7 @@ import archs
 import build_toml
 import configure
 import later_gpus
+import objects
 import subset
 import toolchain
 import toolkits
@@ -34,6 +35,7 @@ __all__ = [
     "find_gpu",
     "gencode",
     "later_gpus",
+    "objects",
     "parse_archs",
     "read_kernel",
     "subset",
