@@ -1,6 +1,7 @@
 // The torch operators: check, allocate, fill a params struct, run the engine.
 // B batch, T time, N heads, D head width; G gates, K states, R bias rows, V saved values; S = B, or
-// the documents of cu_seqlens. Every cell of cells/all.h gets <cell>_fwd and <cell>_bwd.
+// the documents of cu_seqlens. Every cell of cells/all.h gets <cell>_fwd and <cell>_bwd, and ops
+// for whole layers and for torch.nn's cells (stack/).
 #include "cells/all.h"
 #include "common/torch/registration.h"
 #if defined(CUDA_KERNEL)

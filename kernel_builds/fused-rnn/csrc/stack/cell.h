@@ -11,13 +11,17 @@
 namespace flashcell {
 
 // x [B,I] · h, c [B,D], all or none of the states; a cell of one state has no c · w_ih [G D,I] ·
-// w_hh [G D,D] · b_ih, b_hh [G D], both or none. All in the dtype of x, states also in the
-// states'.
-// _cell_fwd -> the next h, c [B,D]
-// _cell_train_fwd -> these, and what the backward reads: saved [B,V,1,D], h_prev [B,1,D], or
-// [0,1,D] without states _cell_bwd: dh, dc [B,D] -> the gradients of x ([0] if not wanted), of h
-// and c in the state dtype
-// ([0] if not wanted), and of w_ih, w_hh, b_ih, b_hh ([0] if there are none)
+// w_hh [G D,D] · b_ih, b_hh [G D], both or none. All have the dtype of x, but that states may have
+// the state dtype.
+//
+// _cell_fwd: returns the next h, c [B,D].
+//
+// _cell_train_fwd: returns these and what the backward reads: saved [B,V,1,D], and h_prev [B,1,D],
+// or [0,1,D] without states.
+//
+// _cell_bwd: takes the gradients dh, dc [B,D] of the next states, and returns those of x ([0] if
+// not wanted), of h and c in the state dtype ([0] if not wanted), and of w_ih, w_hh, b_ih, b_hh
+// ([0] if there are none).
 template <int64_t kStates>
 struct CellSchemas;
 template <>
@@ -47,12 +51,14 @@ struct CellSchemas<2> {
       "(Tensor dx, Tensor dh, Tensor dc, Tensor dw_ih, Tensor dw_hh, Tensor db_ih, Tensor db_hh)";
 };
 
+// Checks the shape and the dtype.
 inline void expect(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape,
                    ScalarType type) {
   if (!has_shape(tensor, shape)) check_shape(tensor, name, shape);
   if (tensor.scalar_type() != type) check_dtype(tensor, name, type);
 }
 
+// Checks the weights and returns them as a list; so do those below with states.
 template <typename Cell>
 Tensors weights_of_cell(const Tensor& x, const Tensor& w_ih, const Tensor& w_hh,
                         const OptionalTensor& b_ih, const OptionalTensor& b_hh) {
@@ -114,7 +120,8 @@ Tensors differentiate_cell(const std::vector<OptionalTensor>& dnext, const Tenso
     if (dnext[k]) expect(*dnext[k], k == 0 ? "dh" : "dc", {B, D}, x.scalar_type());
   }
   expect(kept[0], "saved", {B, Cell::kSaved, 1, D}, saved_dtype(x));
-  if (!has_shape(kept[1], {0, 1, D})) expect(kept[1], "h_prev", {B, 1, D}, x.scalar_type());
+  const int64_t rows = kept[1].dim() > 0 && kept[1].size(0) == 0 ? 0 : B;  // 0 without states
+  expect(kept[1], "h_prev", {rows, 1, D}, x.scalar_type());
 #if !defined(CUDA_KERNEL)
   CellStep<Cell> step;
   if (step.fits(x, weights) && step.are_dense(kept) && step.are_dense(dnext)) {

@@ -20,7 +20,7 @@ class CellStep {
  public:
   using Tensors = std::vector<Tensor>;
 
-  // Whether the call, whose shapes are right, is one of these.
+  // Whether this class can run the call. Shapes have been checked.
   bool fits(const Tensor& x, const Tensors& weights) {
     io_ = x.scalar_type();
     if (io_ != ScalarType::Float && io_ != ScalarType::Double) return false;
@@ -79,7 +79,7 @@ class CellStep {
   }
 
   // Returns the gradients of x ([0] if not wanted), of the K states ([0] if not wanted) and of the
-  // weights. `dnext` are those of the next states, undefined for zeros.
+  // weights. `dnext` are those of the next states, none for zeros.
   Tensors backward(const std::vector<OptionalTensor>& dnext, const Tensor& x,
                    const Tensors& weights, const Tensors& kept, bool wants_dx,
                    bool wants_dstate) const {

@@ -19,8 +19,9 @@ inline constexpr int64_t kFewSequences = 8, kSomeSequences = 32;
 inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 
 // Rows that are no whole vectors are read element by element, which takes longer than multiplying
-// these. So the limit of such a call is on its reads: for every kFewSequences, a unit reads its
-// gates' rows and as many operands, of one sequence alone one. A launch less saves the host 15 us.
+// these. So the limit of such a call is on the elements that it reads: for every kFewSequences
+// sequences each unit reads G rows of the weights and kFewSequences operands, and for a single
+// sequence one operand. A launch less saves the host 15 us.
 // H200, us of a cell, ours and cuBLAS's with their cells: LSTM 500 B 16 fp16 16.5 and 10.6, at 12 M
 // reads; RNN 650 B 16 32 and 12.5, at 15 M; LSTM 1500 B 1 18 and 18.6, at 22 M.
 inline constexpr int64_t kUnalignedReads = 12'000'000, kUnalignedReadsOfOne = 25'000'000;
@@ -28,7 +29,7 @@ inline constexpr int64_t kUnalignedReads = 12'000'000, kUnalignedReadsOfOne = 25
 // The limits for a call whose backward pass follows, for any number of sequences, and for the
 // gradients of its weights, for kMostSummed; not while a CUDA graph is recorded. In training the
 // GPU waits for the host, so that one launch less is worth more multiplications.
-inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedReads = 30'000'000;
+inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedReads = 15'000'000;
 inline constexpr int64_t kWeightProducts = 300'000'000;
 
 // Products of rows that are no whole vectors go through padded copies from this many

@@ -20,8 +20,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 class CellOps(NamedTuple):
-    """The ops of a cell: the step alone, and with what the backward reads and the backward in the form of
-    the ops for all layers."""
+    """The ops of a cell: `step` for inference, and `layers` for training, in the form of the ops for all
+    layers. `no_state` stands for the states that a call does not have."""
 
     step: Any
     layers: LayerOps
@@ -49,7 +49,7 @@ def run_step(cell: str, x: torch.Tensor, state: Tensors, weights: Tensors, tf32:
 
 
 def _layer_ops(cell: Cell) -> LayerOps:
-    """Returns the ops for all layers of which `run` and `run_back` take calls of a cell only."""
+    """Returns ops for all layers whose `run` and `run_back` call the ops of the cell."""
     forward, backward = (
         op_of(getattr(ops, f"{cell.name}_cell_{pass_}").default) for pass_ in ("train_fwd", "bwd")
     )

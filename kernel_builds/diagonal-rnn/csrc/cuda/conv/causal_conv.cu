@@ -24,7 +24,7 @@ struct Chunk {  // a thread's part: channels from d on, steps [begin, end) of ba
 };
 
 // State of both directions: kN channels, their weights, and the inputs just before a step.
-template <typename IO, int kN, bool kResets>
+template <typename IO, int kN>
 struct Taps {
   using Words = Word<IO, kN>;
 
@@ -63,7 +63,9 @@ struct Taps {
   DEVICE Words load(const IO* from, int64_t step, int64_t t) const {
     return 0 <= t && t < p.T ? *reinterpret_cast<const Words*>(from + t * step) : Words{};
   }
-  DEVICE bool reset(int64_t t) const { return kResets && t < p.T && p.reset[b * p.T + t]; }
+  DEVICE bool reset(int64_t t) const {
+    return p.reset != nullptr && t < p.T && p.reset[b * p.T + t];
+  }
   DEVICE void clear() {
 #pragma unroll
     for (int j = 0; j < kPast * kN; ++j) past[j / kN][j % kN] = 0;
@@ -84,7 +86,7 @@ struct Taps {
   }
 };
 
-template <typename IO, int kN, bool kSilu, bool kResets>
+template <typename IO, int kN>
 __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
                                                             __grid_constant__ ConvForwardParams p,
                                                             const Cut cut) {
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
   constexpr int kAhead = 8;
   const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN, kResets> taps(p, chunk);
+  Taps<IO, kN> taps(p, chunk);
   IO* y_row = static_cast<IO*>(p.y) + chunk.b * p.T * p.D + chunk.d;
   Words next[kAhead];
   auto request = [&](int64_t from) {
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         y[n] = taps.sum(n, x[n]);
-        if (kSilu) y[n] *= sigmoid(Real<false>(y[n])).v;
+        if (p.silu) y[n] *= sigmoid(Real<false>(y[n])).v;
       }
       taps.shift(x);
       if (from + k < chunk.end) {
@@ -126,14 +128,14 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
 // dx_s = sum over j of weight[j] du_(s + j), where du is the gradient of the sum before the silu.
 // It is written for the steps [begin, end) and, by the first chunk, for the window. Each chunk
 // writes its share of the weight's gradient to partial [B, chunks, kTaps + 1, D].
-template <typename IO, int kN, bool kSilu, bool kResets>
+template <typename IO, int kN>
 __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
     const __grid_constant__ ConvBackwardParams p, const Cut cut, float* partial) {
   using Words = Word<IO, kN>;
   constexpr int kAhead = 4;
   const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN, kResets> taps(p, chunk);
+  Taps<IO, kN> taps(p, chunk);
   const IO* dy_row = static_cast<const IO*>(p.dy) + chunk.b * p.T * p.D + chunk.d;
   IO* dx_row = static_cast<IO*>(p.dx) + chunk.b * p.T * p.D + chunk.d;
   IO* dwindow_row = static_cast<IO*>(p.dwindow) + chunk.b * kPast * p.D + chunk.d;
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
       if (taps.reset(t)) taps.clear(), reach = 0;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (kSilu) {
+        if (p.silu) {
           const float u = taps.sum(n, x[n]), share = sigmoid(Real<false>(u)).v;
           du[n] *= share * fmaf(u, 1 - share, 1);
         }
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
           sums[kPast - 1 - j][n] = fmaf(counted, taps.past[j][n], sums[kPast - 1 - j][n]);
         }
         sums[kTaps][n] += counted;
-        auto back = [&](int j) { return !kResets || j <= reach ? du[n] : 0; };
+        auto back = [&](int j) { return j <= reach ? du[n] : 0; };
         dx[n] = fmaf(taps.weight[kPast][n], back(kPast), open[kPast - 1][n]);
 #pragma unroll
         for (int j = kPast - 1; j > 0; --j) {
@@ -197,20 +199,13 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   }
 }
 
-// Calls function(io, channels per thread, silu, resets) with compile-time constants.
+// Calls function(io, channels per thread), the latter a compile-time constant.
 template <typename Function>
 static void for_conv(const ConvParams& p, const Launch& to, Function function) {
-  auto with = [&](auto io, auto channels) {
-    auto resets = [&](auto silu) {
-      p.reset != nullptr ? function(io, channels, silu, std::true_type())
-                         : function(io, channels, silu, std::false_type());
-    };
-    p.silu ? resets(std::true_type()) : resets(std::false_type());
-  };
   auto wide = [&](auto io) {
     constexpr int kWide = 8 / sizeof(io);
-    if (to.together >= kWide) return with(io, std::integral_constant<int, kWide>());
-    with(io, std::integral_constant<int, 1>());
+    if (to.together >= kWide) return function(io, std::integral_constant<int, kWide>());
+    function(io, std::integral_constant<int, 1>());
   };
   switch (to.dtype) {
     case Dtype::kFloat:
@@ -231,11 +226,11 @@ static Cut cut_of(const ConvParams& p, int channels) {
 static int64_t rows_of(const ConvParams& p) { return p.B * cut_of(p, 1).chunks; }
 
 void conv_forward(const ConvForwardParams& p, const Launch& to) {
-  for_conv(p, to, [&](auto io, auto channels, auto silu, auto resets) {
+  for_conv(p, to, [&](auto io, auto channels) {
     constexpr int kN = decltype(channels)::value;
     const Cut cut = cut_of(p, kN);
-    launch(conv_kernel<decltype(io), kN, decltype(silu)::value, decltype(resets)::value>,
-           {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut);
+    launch(conv_kernel<decltype(io), kN>, {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p,
+           cut);
   });
 }
 
@@ -245,10 +240,10 @@ int64_t conv_scratch(const ConvBackwardParams& p) {
 
 void conv_backward(const ConvBackwardParams& p, const Launch& to) {
   float* partial = static_cast<float*>(to.scratch);
-  for_conv(p, to, [&](auto io, auto channels, auto silu, auto resets) {
+  for_conv(p, to, [&](auto io, auto channels) {
     constexpr int kN = decltype(channels)::value;
     const Cut cut = cut_of(p, kN);
-    launch(conv_backward_kernel<decltype(io), kN, decltype(silu)::value, decltype(resets)::value>,
+    launch(conv_backward_kernel<decltype(io), kN>,
            {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut, partial);
   });
   const int64_t width = (kTaps + 1) * p.D;

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(32 * kWarps) settle_kernel(const
       }
     }
     track.prefetch(first, end);
-    track.template walk<kSlope, true>(first, end);
+    track.template walk<kSlope, true, true>(first, end);
     track.drain();
     Edge::keep(shoot.end, p, shoot, s, w, track);
     if constexpr (kSlope) {

@@ -83,19 +83,22 @@ class Track {
   DEVICE void drain() const { copy_wait<0>(); }
 
   // Runs the steps [begin, end). Only the end of the prefetched range may be no multiple of kSteps.
-  template <bool kTangent, bool kStore>
+  // With kCompact the code is a third as long, but asks before every step whether it is past the
+  // end.
+  template <bool kTangent, bool kStore, bool kCompact = false>
   DEVICE void walk(int begin, int end) {
     IO* h = h_ + begin * p_.D;
     IO* saved = saved_ + begin * p_.V * p_.D;
     int t = begin;
 #pragma unroll kGroupsAtOnce
-    for (; t + kSteps <= end; t += kSteps) {
+    for (; !kCompact && t + kSteps <= end; t += kSteps) {
       Words now[kSteps][kGates];
       take(now, t);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) step<kTangent, kStore>(k, now[k], h, saved);
     }
-    if (t < end) {
+#pragma unroll 1
+    for (; t < end; t += kSteps) {
       Words now[kSteps][kGates];
       take(now, t);
 #pragma unroll

@@ -112,7 +112,10 @@ DEVICE float multiply_unit(const CellProduct& product, int64_t D, int64_t unit, 
       Piece rows[kGates];
       load(rows, at), add(rows, at);
     }
-  } else {  // with lanes that leave such a loop early, its rest would take as many steps again
+  } else {
+    // In the loop above, lanes near the end of the rows leave early, and the warp reads what is
+    // left one piece after the other. Here all lanes take every round and skip the pieces past the
+    // end.
     for (int64_t start = 0; start < depth; start += kAhead * kStep, at += kAhead * kStep) {
       Piece rows[kAhead][kGates];
 #pragma unroll

@@ -57,6 +57,12 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kern
     return;
   }
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (Pass::kSplit > 1) {
+    __trap();  // the planner lets thread blocks share products only where clusters exist
+    return;
+  }
+#endif
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kCellHalves = kHalves<Pass, kBlocks, kMarked>;
   constexpr int kFetch = kFetchThreads<Pass>;
