@@ -23,8 +23,9 @@ struct Chunk {  // a thread's part: channels from d on, steps [begin, end) of ba
         end(begin + kConvSteps < p.T ? begin + kConvSteps : p.T) {}
 };
 
-// State of both directions: kN channels, their weights, and the inputs just before a step.
-template <typename IO, int kN>
+// State of both directions: kN channels, their weights, and the inputs just before a step. A usual
+// call has silu and no resets; the code for others asks for both in every step.
+template <typename IO, int kN, bool kUsual>
 struct Taps {
   using Words = Word<IO, kN>;
 
@@ -64,7 +65,7 @@ struct Taps {
     return 0 <= t && t < p.T ? *reinterpret_cast<const Words*>(from + t * step) : Words{};
   }
   DEVICE bool reset(int64_t t) const {
-    return p.reset != nullptr && t < p.T && p.reset[b * p.T + t];
+    return !kUsual && p.reset != nullptr && t < p.T && p.reset[b * p.T + t];
   }
   DEVICE void clear() {
 #pragma unroll
@@ -86,7 +87,7 @@ struct Taps {
   }
 };
 
-template <typename IO, int kN>
+template <typename IO, int kN, bool kUsual>
 __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
                                                             __grid_constant__ ConvForwardParams p,
                                                             const Cut cut) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
   constexpr int kAhead = 8;
   const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN> taps(p, chunk);
+  Taps<IO, kN, kUsual> taps(p, chunk);
   IO* y_row = static_cast<IO*>(p.y) + chunk.b * p.T * p.D + chunk.d;
   Words next[kAhead];
   auto request = [&](int64_t from) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         y[n] = taps.sum(n, x[n]);
-        if (p.silu) y[n] *= sigmoid(Real<false>(y[n])).v;
+        if (kUsual || p.silu) y[n] *= sigmoid(Real<false>(y[n])).v;
       }
       taps.shift(x);
       if (from + k < chunk.end) {
@@ -128,14 +129,14 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
 // dx_s = sum over j of weight[j] du_(s + j), where du is the gradient of the sum before the silu.
 // It is written for the steps [begin, end) and, by the first chunk, for the window. Each chunk
 // writes its share of the weight's gradient to partial [B, chunks, kTaps + 1, D].
-template <typename IO, int kN>
+template <typename IO, int kN, bool kUsual>
 __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
     const __grid_constant__ ConvBackwardParams p, const Cut cut, float* partial) {
   using Words = Word<IO, kN>;
   constexpr int kAhead = 4;
   const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN> taps(p, chunk);
+  Taps<IO, kN, kUsual> taps(p, chunk);
   const IO* dy_row = static_cast<const IO*>(p.dy) + chunk.b * p.T * p.D + chunk.d;
   IO* dx_row = static_cast<IO*>(p.dx) + chunk.b * p.T * p.D + chunk.d;
   IO* dwindow_row = static_cast<IO*>(p.dwindow) + chunk.b * kPast * p.D + chunk.d;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
       if (taps.reset(t)) taps.clear(), reach = 0;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (p.silu) {
+        if (kUsual || p.silu) {
           const float u = taps.sum(n, x[n]), share = sigmoid(Real<false>(u)).v;
           du[n] *= share * fmaf(u, 1 - share, 1);
         }
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
           sums[kPast - 1 - j][n] = fmaf(counted, taps.past[j][n], sums[kPast - 1 - j][n]);
         }
         sums[kTaps][n] += counted;
-        auto back = [&](int j) { return j <= reach ? du[n] : 0; };
+        auto back = [&](int j) { return kUsual || j <= reach ? du[n] : 0; };
         dx[n] = fmaf(taps.weight[kPast][n], back(kPast), open[kPast - 1][n]);
 #pragma unroll
         for (int j = kPast - 1; j > 0; --j) {
@@ -199,13 +200,17 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   }
 }
 
-// Calls function(io, channels per thread), the latter a compile-time constant.
+// Calls function(io, channels per thread, usual) with compile-time constants.
 template <typename Function>
 static void for_conv(const ConvParams& p, const Launch& to, Function function) {
+  auto with = [&](auto io, auto channels) {
+    if (p.silu && p.reset == nullptr) return function(io, channels, std::true_type());
+    function(io, channels, std::false_type());
+  };
   auto wide = [&](auto io) {
     constexpr int kWide = 8 / sizeof(io);
-    if (to.together >= kWide) return function(io, std::integral_constant<int, kWide>());
-    function(io, std::integral_constant<int, 1>());
+    if (to.together >= kWide) return with(io, std::integral_constant<int, kWide>());
+    with(io, std::integral_constant<int, 1>());
   };
   switch (to.dtype) {
     case Dtype::kFloat:
@@ -226,11 +231,11 @@ static Cut cut_of(const ConvParams& p, int channels) {
 static int64_t rows_of(const ConvParams& p) { return p.B * cut_of(p, 1).chunks; }
 
 void conv_forward(const ConvForwardParams& p, const Launch& to) {
-  for_conv(p, to, [&](auto io, auto channels) {
+  for_conv(p, to, [&](auto io, auto channels, auto usual) {
     constexpr int kN = decltype(channels)::value;
     const Cut cut = cut_of(p, kN);
-    launch(conv_kernel<decltype(io), kN>, {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p,
-           cut);
+    launch(conv_kernel<decltype(io), kN, decltype(usual)::value>,
+           {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut);
   });
 }
 
@@ -240,10 +245,10 @@ int64_t conv_scratch(const ConvBackwardParams& p) {
 
 void conv_backward(const ConvBackwardParams& p, const Launch& to) {
   float* partial = static_cast<float*>(to.scratch);
-  for_conv(p, to, [&](auto io, auto channels) {
+  for_conv(p, to, [&](auto io, auto channels, auto usual) {
     constexpr int kN = decltype(channels)::value;
     const Cut cut = cut_of(p, kN);
-    launch(conv_backward_kernel<decltype(io), kN>,
+    launch(conv_backward_kernel<decltype(io), kN, decltype(usual)::value>,
            {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut, partial);
   });
   const int64_t width = (kTaps + 1) * p.D;

@@ -80,12 +80,12 @@ void run_shoot(const ForwardParams& p, const Launch& to) {
          p, shoot);
 }
 
-template <typename Cell, typename IO>
+template <typename Cell, typename IO, bool kMasked>
 void run_newton(const ForwardParams& p, const Launch& to) {
   const int64_t groups = ceil_div(p.D, 32);
   const double tolerance = sizeof(IO) == 4 ? kTolerance : kTolerance16;
   check(cudaMemsetAsync(p.report, 0, 3 * sizeof(float), to.stream));
-  launch(newton_kernel<Cell, IO, 8, 8>, {p.S * groups, 256, 0, to.stream}, p, int(groups),
+  launch(newton_kernel<Cell, IO, kMasked, 8, 8>, {p.S * groups, 256, 0, to.stream}, p, int(groups),
          float(p.tol < 0 ? tolerance : p.tol),
          p.max_iters < 0 ? kNewtonIterations : int(p.max_iters));
 }
@@ -101,7 +101,7 @@ void Engine<Cell>::forward(const ForwardParams& p, const Launch& to) {
   for_lanes<false>(p, to, [&](auto io, auto channels, auto masked) {
     using IO = decltype(io);
     constexpr bool kMasked = decltype(masked)::value;
-    if (p.method == Method::kNewton) return run_newton<Cell, IO>(p, to);
+    if (p.method == Method::kNewton) return run_newton<Cell, IO, kMasked>(p, to);
     run_shoot<Cell, IO, decltype(channels)::value, kMasked>(p, to);
   });
 }

@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(32 * kWarps) settle_kernel(const
     for (int w = 1 + warp; w < chunks; w += kWarps) largest = fmaxf(largest, gap(w));
     return largest;
   };
-  auto rewalk = [&](int w, auto with_slope) {
-    constexpr bool kSlope = decltype(with_slope)::value;
+  auto rewalk = [&](int w) {
     const int first = w * shoot.chunk, end = min(first + shoot.chunk, column.length);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -154,16 +153,14 @@ __global__ void __launch_bounds__(32 * kWarps) settle_kernel(const
       }
     }
     track.prefetch(first, end);
-    track.template walk<kSlope, true, true>(first, end);
+    track.template walk<true, true, true>(first, end);
     track.drain();
     Edge::keep(shoot.end, p, shoot, s, w, track);
-    if constexpr (kSlope) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int i = 0; i < kStates * kStates; ++i) {
-          row(shoot.slope, w, kStates * kStates, i)[n] = track.tangent[n][i / kStates][i % kStates];
-        }
+      for (int i = 0; i < kStates * kStates; ++i) {
+        row(shoot.slope, w, kStates * kStates, i)[n] = track.tangent[n][i / kStates][i % kStates];
       }
     }
     if (end == column.length) track.end_sequence();
@@ -201,7 +198,7 @@ __global__ void __launch_bounds__(32 * kWarps) settle_kernel(const
       }
     }
     __syncthreads();
-    for (int w = 1 + warp; w < chunks; w += kWarps) rewalk(w, std::true_type());
+    for (int w = 1 + warp; w < chunks; w += kWarps) rewalk(w);
     __syncthreads();
     largest = residual();
     open = __syncthreads_or(largest > shoot.tol);
@@ -228,7 +225,7 @@ __global__ void __launch_bounds__(32 * kWarps) settle_kernel(const
       }
     }
     __syncwarp();
-    rewalk(w, std::false_type());
+    rewalk(w);
     __syncwarp();
     walked += min(shoot.chunk, column.length - w * shoot.chunk);
   }

@@ -9,7 +9,7 @@
 
 namespace flashcell::cuda {
 
-template <typename Cell, typename IO, int kWarps, int kSteps>
+template <typename Cell, typename IO, bool kMasked, int kWarps, int kSteps>
 __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
                                                              __grid_constant__ ForwardParams p,
                                                              int groups_of_row, float tol,
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
     for (int k = 0; k < kSteps; ++k) {
       const int t = first + k;
       const bool runs = t < column.length;
-      if (!runs || (p.hold != nullptr && p.hold[column.row + t])) passes |= 1u << k;
-      if (runs && p.reset != nullptr && p.reset[column.row + t]) resets |= 1u << k;
+      if (!runs || (kMasked && p.hold != nullptr && p.hold[column.row + t])) passes |= 1u << k;
+      if (kMasked && runs && p.reset != nullptr && p.reset[column.row + t]) resets |= 1u << k;
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
         x[k][g] = runs ? to_float(x_row[int64_t(t) * p.x_time + g * p.x_gate]) + bias[0][g] : 0;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
     }
     // Evaluates one step: the next states, and their derivatives by the states before.
     auto evaluate = [&](int k, const float (&from)[K], float (&next)[K], float (&J)[K][K]) {
-      const bool cleared = resets >> k & 1;
+      const bool cleared = kMasked && (resets >> k & 1);
       V vx[kGates], before[K], after[K], slope[K][K];
 #pragma unroll
       for (int g = 0; g < kGates; ++g) vx[g] = x[k][g];
