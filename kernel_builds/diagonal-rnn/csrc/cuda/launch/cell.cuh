@@ -82,11 +82,13 @@ void run_shoot(const ForwardParams& p, const Launch& to) {
 
 template <typename Cell, typename IO, bool kMasked>
 void run_newton(const ForwardParams& p, const Launch& to) {
+  constexpr bool kAsksForMasks =
+      kMasked || sizeof(IO) == 2;  // 16 bits have one kernel, to save code
   const int64_t groups = ceil_div(p.D, 32);
   const double tolerance = sizeof(IO) == 4 ? kTolerance : kTolerance16;
   check(cudaMemsetAsync(p.report, 0, 3 * sizeof(float), to.stream));
-  launch(newton_kernel<Cell, IO, kMasked, 8, 8>, {p.S * groups, 256, 0, to.stream}, p, int(groups),
-         float(p.tol < 0 ? tolerance : p.tol),
+  launch(newton_kernel<Cell, IO, kAsksForMasks, 8, 8>, {p.S * groups, 256, 0, to.stream}, p,
+         int(groups), float(p.tol < 0 ? tolerance : p.tol),
          p.max_iters < 0 ? kNewtonIterations : int(p.max_iters));
 }
 
