@@ -146,9 +146,17 @@ def _layers(ops, name: str, cell) -> Calls:
         yield f"{name} {L} layers", there
         yield f"{name} {L} layers backward", back
     if cell.states <= 2:
-        step = getattr(ops, f"{name}_cell_fwd")
-        row = torch.zeros(2, 40)
-        yield f"{name} cell", lambda: step(*[row] * (1 + cell.states), *weights[:4], False)
+        step, train = (getattr(ops, f"{name}_cell_{way}") for way in ("fwd", "train_fwd"))
+        rows, back_of_cell = [torch.zeros(2, 40)] * cell.states, getattr(ops, f"{name}_cell_bwd")
+
+        def back_of_step():
+            *_, saved, h_prev = train(*rows, rows[0], *weights[:4], False)
+            given = (rows[0], *weights[:4], saved, h_prev, False)
+            return back_of_cell(*rows, *given, True, True)
+
+        yield f"{name} cell", lambda: step(rows[0], *rows, *weights[:4], False)
+        yield f"{name} cell in training", lambda: train(rows[0], *rows, *weights[:4], False)
+        yield f"{name} cell backward", back_of_step
 
 
 def _diagonal_ops(module) -> Calls:
