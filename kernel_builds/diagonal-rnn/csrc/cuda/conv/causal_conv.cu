@@ -129,14 +129,14 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
 // dx_s = sum over j of weight[j] du_(s + j), where du is the gradient of the sum before the silu.
 // It is written for the steps [begin, end) and, by the first chunk, for the window. Each chunk
 // writes its share of the weight's gradient to partial [B, chunks, kTaps + 1, D].
-template <typename IO, int kN, bool kUsual>
+template <typename IO, int kN>
 __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
     const __grid_constant__ ConvBackwardParams p, const Cut cut, float* partial) {
   using Words = Word<IO, kN>;
   constexpr int kAhead = 4;
   const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN, kUsual> taps(p, chunk);
+  Taps<IO, kN, false> taps(p, chunk);
   const IO* dy_row = static_cast<const IO*>(p.dy) + chunk.b * p.T * p.D + chunk.d;
   IO* dx_row = static_cast<IO*>(p.dx) + chunk.b * p.T * p.D + chunk.d;
   IO* dwindow_row = static_cast<IO*>(p.dwindow) + chunk.b * kPast * p.D + chunk.d;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
       if (taps.reset(t)) taps.clear(), reach = 0;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (kUsual || p.silu) {
+        if (p.silu) {
           const float u = taps.sum(n, x[n]), share = sigmoid(Real<false>(u)).v;
           du[n] *= share * fmaf(u, 1 - share, 1);
         }
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
           sums[kPast - 1 - j][n] = fmaf(counted, taps.past[j][n], sums[kPast - 1 - j][n]);
         }
         sums[kTaps][n] += counted;
-        auto back = [&](int j) { return kUsual || j <= reach ? du[n] : 0; };
+        auto back = [&](int j) { return j <= reach ? du[n] : 0; };
         dx[n] = fmaf(taps.weight[kPast][n], back(kPast), open[kPast - 1][n]);
 #pragma unroll
         for (int j = kPast - 1; j > 0; --j) {
@@ -200,11 +200,14 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   }
 }
 
-// Calls function(io, channels per thread, usual) with compile-time constants.
-template <typename Function>
+// Calls function(io, channels per thread, usual) with compile-time constants. Code for usual calls
+// exists for several channels a thread only.
+template <bool kHasUsual, typename Function>
 static void for_conv(const ConvParams& p, const Launch& to, Function function) {
   auto with = [&](auto io, auto channels) {
-    if (p.silu && p.reset == nullptr) return function(io, channels, std::true_type());
+    if constexpr (kHasUsual && decltype(channels)::value > 1) {
+      if (p.silu && p.reset == nullptr) return function(io, channels, std::true_type());
+    }
     function(io, channels, std::false_type());
   };
   auto wide = [&](auto io) {
@@ -231,7 +234,7 @@ static Cut cut_of(const ConvParams& p, int channels) {
 static int64_t rows_of(const ConvParams& p) { return p.B * cut_of(p, 1).chunks; }
 
 void conv_forward(const ConvForwardParams& p, const Launch& to) {
-  for_conv(p, to, [&](auto io, auto channels, auto usual) {
+  for_conv<true>(p, to, [&](auto io, auto channels, auto usual) {
     constexpr int kN = decltype(channels)::value;
     const Cut cut = cut_of(p, kN);
     launch(conv_kernel<decltype(io), kN, decltype(usual)::value>,
@@ -245,10 +248,10 @@ int64_t conv_scratch(const ConvBackwardParams& p) {
 
 void conv_backward(const ConvBackwardParams& p, const Launch& to) {
   float* partial = static_cast<float*>(to.scratch);
-  for_conv(p, to, [&](auto io, auto channels, auto usual) {
+  for_conv<false>(p, to, [&](auto io, auto channels, auto) {
     constexpr int kN = decltype(channels)::value;
     const Cut cut = cut_of(p, kN);
-    launch(conv_backward_kernel<decltype(io), kN, decltype(usual)::value>,
+    launch(conv_backward_kernel<decltype(io), kN>,
            {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut, partial);
   });
   const int64_t width = (kTaps + 1) * p.D;
