@@ -1,8 +1,8 @@
 """Keeps the objects of a build for the next one, which then compiles only what has changed.
 
-ninja compiles a source again if it is newer than its object. So a record says what the objects were made
-from, and they are removed where that rule would miss a change: of options or tools, or of a file whose
-time of change is older than the record, as of one that was put back.
+ninja compiles a source again if the file is newer than its object. That misses changed options and tools,
+and a file that was put back with an old date. A record therefore says what the objects were made from, and
+where ninja would miss a change, they are all removed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Objects:
 
 
 def _programs(paths: Iterable[Path]) -> list[str]:
-    """Returns what tells programs from others at the same paths: names, sizes and times of all files beside
-    each, because a compiler is several programs."""
+    """Returns names, sizes and dates of the compilers' files, which change if another version takes their
+    place. A compiler may be several programs in one folder."""
     found = []
     for path in paths:
         for file in sorted(path.resolve().parent.iterdir()):
@@ -78,8 +78,8 @@ def _programs(paths: Iterable[Path]) -> list[str]:
 
 
 def _family(path: Path) -> str:
-    """Returns with what the names of a program's own files begin: all of nvcc's folder, and of others the
-    program alone, which may lie in /usr/bin."""
+    """Returns how the names of a program's files begin: nothing for nvcc, all of whose folder belongs to it;
+    the own name for others, which may lie in /usr/bin."""
     return "" if path.name == "nvcc" else path.resolve().name
 
 
