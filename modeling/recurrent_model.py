@@ -204,10 +204,10 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
         return (weight @ x.mT).mT[:, None]
 
     def next_logits(self, input_ids: torch.Tensor, past_key_values: Cache) -> torch.Tensor:
-        """Decodes one token per row, [B, 1] -> [B, 1, V]; the engine records this step."""
+        """Decodes one token per row, or reads a few, [B, T] -> [B, T, V]; the engine records it."""
         backbone = getattr(self, self.base_model_prefix)
         outputs = backbone(input_ids=input_ids, past_key_values=past_key_values)
-        return self.compute_logits(outputs.last_hidden_state)
+        return self.logits_of_few(outputs.last_hidden_state, past_key_values)
 
     @can_return_tuple
     def forward(
@@ -231,6 +231,8 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
             "inputs_embeds": inputs_embeds, "logits_to_keep": logits_to_keep, **kwargs,
         }  # fmt: skip
         logits = self.decoder.step(self, input_ids, past_key_values, others)
+        if logits is None:
+            input_ids, logits = self._read_tried(input_ids, past_key_values, others)
         if logits is not None:
             return CausalLMOutputWithPast(logits=logits, **{CACHE: past_key_values})
         backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .request_checks import is_count
+from .argument_checks import is_count
 from .request_queue import Intake
 from .requests import Choice, Completion, Request, Running
 from .slots import Batch

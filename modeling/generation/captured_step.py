@@ -148,8 +148,8 @@ class StepLayer(StaticRecurrentStateLayer):
 class Recording:
     """A model's recorded step for one batch size: its input, its states, and its graph or tape."""
 
-    def __init__(self, layers: list[RecurrentStateLayer], tokens: torch.Tensor):
-        self.layers = [StepLayer(layer) for layer in layers]
+    def __init__(self, layers: Sequence[StepLayer], tokens: torch.Tensor):
+        self.layers = list(layers)
         self.groups = _groups(self.layers)
         self.cache = Cache(layers=self.layers)
         self.tokens = torch.zeros_like(tokens)
@@ -235,15 +235,19 @@ class Recording:
         assert self.loan is not None
         self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
-        if self.graph is None:
-            with torch.inference_mode():  # saves autograd's checks in Python
-                logits = self.replay()
-        else:
-            self.graph.replay()
-            logits = self.logits
+        logits = self.replay_ops()
         for layer in cache.layers:  # after the step, so that a failed one is not counted
             layer.length += 1
         return take(logits)
+
+    def replay_ops(self) -> torch.Tensor:
+        """Runs the recorded ops, and returns the logits, which the next replay of a graph
+        overwrites."""
+        if self.graph is None:
+            with torch.inference_mode():  # saves autograd's checks in Python
+                return self.replay()
+        self.graph.replay()
+        return self.logits
 
 
 def _buffers_like(group: States) -> States:

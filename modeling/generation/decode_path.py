@@ -25,23 +25,29 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
-from ..quantization.linear import QuantizedLinear, why_not_quantized, why_not_readable
+from ..quantization.linear import why_not_quantized
 from ..state.cache import is_recurrent
-from ..state.rollback import owed_tokens
+from ..state.rollback import owed_tokens, takes_back
 from ..utils.private_names import (
     ENGINE,
-    HOOKS,
     LOOP,
     DeviceContext,
     dispatch_modes,
     function_modes,
     is_callers,
     list_function_modes,
-    parameters_of,
 )
-from .known_code import is_ours, runs_alone, why_not
+from .known_code import (
+    has_weights_like,
+    is_ours,
+    runs_alone,
+    why_called,
+    why_not,
+    why_not_weights,
+)
 
 ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
+TRIED = 32  # tokens of a call that is recorded; a text is longer
 
 
 class Decision(NamedTuple):
@@ -111,6 +117,17 @@ def decide_token(
     """
     if not decodes(input_ids, cache):
         return None
+    return decide_replay(
+        model, input_ids, cache, given, mode=mode, owner=owner, why_model_refuses=why_model_refuses
+    )
+
+
+def decide_replay(
+    model: Any, input_ids: torch.Tensor, cache: Any, given: dict[str, Any], *, mode: str,
+    owner: Any, why_model_refuses: Callable[[], str | None],
+) -> Decision:  # fmt: skip
+    """Decides whether a call that decodes, or tries, tokens is a replay; arguments as of
+    decide_token."""
     reason = (
         _why_not_by_setting(model, input_ids, mode, owner)
         or _why_not_this_call(input_ids, cache, given)
@@ -126,6 +143,18 @@ def decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     """Whether a call has one token per row and a cache of ours that holds states."""
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
+    return _holds_states(cache)
+
+
+def tries(input_ids: torch.Tensor | None, cache: Any) -> bool:
+    """Whether a call has a few tokens per row that assisted decoding tries, and a cache of ours that
+    holds states."""
+    if input_ids is None or input_ids.dim() != 2 or not 1 < input_ids.shape[1] <= TRIED:
+        return False
+    return takes_back(cache) and _holds_states(cache)
+
+
+def _holds_states(cache: Any) -> bool:
     layers = getattr(cache, "layers", ())
     held = all(is_recurrent(layer) and getattr(layer, "held", ({},))[0] for layer in layers)
     return bool(layers) and held and not owed_tokens(cache)
@@ -259,40 +288,3 @@ def tfla_on_cpu() -> Any:
         return load_kernel("tfla", "cpu", "cpu")
     except KernelUnavailable:
         return None
-
-
-def why_called(module: nn.Module) -> str | None:
-    """Returns what else than its class's original forward a call of the module would run."""
-    if ENGINE.reason is not None:
-        return ENGINE.reason
-    if any(vars(module)[name] for name in HOOKS):
-        return f"{type(module).__name__} has hooks"
-    if "forward" in vars(module) or not is_ours(type(module).forward):
-        return f"{type(module).__name__} has a forward of its own"
-    return None
-
-
-def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -> str | None:
-    """Returns why the module is more than weights that the kernel can read beside x."""
-    name = type(module).__name__
-    if type(module) not in kinds:
-        return f"{name} is another module than {', '.join(kind.__name__ for kind in kinds)}"
-    if (called := why_called(module)) is not None:
-        return called
-    if not has_weights_like(module, x):
-        return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
-    weight: Any = module.weight
-    reason = why_not_readable(weight) if weight.dim() > 1 else None
-    return None if reason is None else f"the weight of {name} {reason}"
-
-
-def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the module is untouched and its weights are plain tensors of its dtypes on x's device."""
-    weights = parameters_of(module)
-    if isinstance(module, QuantizedLinear):
-        own = module.fits(x.dtype)
-    else:
-        own = all(w.dtype == x.dtype for w in weights)
-    plain = (type(w.data) is torch.Tensor and w.is_contiguous() for w in weights)
-    near = (w.device == x.device for w in weights)
-    return why_called(module) is None and own and all(plain) and all(near)

@@ -19,15 +19,16 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from .captured_step import Recording, Refused, Take, Turns
-from .decode_path import Decision, decide_token, decodes
+from .captured_call import RecordedCalls
+from .captured_step import Recording, Refused, StepLayer, Take, Turns
+from .decode_path import Decision, decide_replay, decide_token, decodes, tries
 from .explain import explain
 from .fingerprint import Fingerprint
 
@@ -64,6 +65,7 @@ class DecodeEngine:
         # None is replaced by the first model that decodes.
         self._model = None if model is None else weakref.ref(model)
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
+        self._calls = RecordedCalls()
         self._fingerprint: Fingerprint | None = None
         self._promise = Promise()
         self._pool: Any = None
@@ -91,6 +93,7 @@ class DecodeEngine:
         with self._turns.lock:
             self._turns.wait()
             self._recordings.clear()
+            self._calls.clear()
             self._fingerprint = self._pool = self._capturing = None
 
     @contextmanager
@@ -127,10 +130,7 @@ class DecodeEngine:
                 return logits
         if not decodes(input_ids, cache):
             return None
-        for layer in cache.layers:  # before the lock, or two engines could wait for each other
-            loan = layer.held[1]
-            if loan is not None and getattr(loan, "turns", None) is not self._turns:
-                loan.end(layer)
+        self._end_other_loans(cache)
         logits = None
         device = torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext()
         with self._turns.lock, device:
@@ -151,6 +151,36 @@ class DecodeEngine:
         self.path, self.reason = decision.path, decision.reason
         return logits
 
+    def read(
+        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Returns the logits [B, T, V] of a few tokens that assisted decoding tries, or None: call the
+        model as usual. The arguments are those of `step`, with input_ids [B, T]."""
+        if torch.compiler.is_compiling() or not tries(input_ids, cache):
+            return None
+        self._end_other_loans(cache)
+        device = torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext()
+        with self._turns.lock, device:
+            refuses = lambda: self._why_model_refuses(model, input_ids.device)
+            if self.decide(model, input_ids, cache, rest, refuses).path == "plain":
+                return None
+            self._turns.take(input_ids.device)
+            call = self._calls.find(input_ids, cache)
+            if call is None and self._calls.must_record(input_ids):
+                try:
+                    call = self._record(model, lambda: self._calls.make(input_ids, cache))
+                except Refused as refusal:
+                    logger.info("assisted decoding: a call is not recorded, because %s", refusal)
+                self._calls.keep(input_ids, call)
+            return None if call is None else call.read(input_ids, cache)
+
+    def _end_other_loans(self, cache: Any) -> None:
+        """Ends loans of other engines: before the lock, or two engines could wait for each other."""
+        for layer in cache.layers:
+            loan = layer.held[1]
+            if loan is not None and getattr(loan, "turns", None) is not self._turns:
+                loan.end(layer)
+
     def explain(self, batch: int = 1) -> str:
         """Returns how a token of `batch` rows would be decoded and why not faster: the path, and for
         each block whether it is fused."""
@@ -161,10 +191,12 @@ class DecodeEngine:
     def decide(
         self, model: Any, tokens: torch.Tensor, cache: Any, rest: dict[str, Any], refuses: Any
     ) -> Any:
-        """Calls decode_path.decide_token for this engine; `refuses` is its why_model_refuses."""
+        """Calls decode_path.decide_token for this engine, or decide_replay for several tokens;
+        `refuses` is its why_model_refuses."""
         if self._model is None:
             self._model = weakref.ref(model)
-        return decide_token(
+        decides = decide_token if tokens.shape[1] == 1 else decide_replay
+        return decides(
             model, tokens, cache, rest, mode=self._mode, owner=self._model(),
             why_model_refuses=refuses,
         )  # fmt: skip
@@ -218,7 +250,8 @@ class DecodeEngine:
         found = self._recordings.pop(key, None)
         if found is None or not found.fits(cache.layers):
             self._turns.wait()  # a recording may be freed
-            found = self._record(model, tokens, cache)
+            make = lambda: Recording([StepLayer(layer) for layer in cache.layers], tokens)
+            found = self._record(model, make)
         self._recordings[key] = found
         while len(self._recordings) > KEPT:
             self._recordings.popitem(last=False)
@@ -228,13 +261,13 @@ class DecodeEngine:
     # be written outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _record(self, model: Any, tokens: torch.Tensor, cache: Cache) -> Recording:
-        recording = Recording(cache.layers, tokens)
+    def _record(self, model: Any, make: Callable[[], Any]) -> Any:
+        recording = make()
         recording.forward(model)  # runs what happens only once, such as packing weights
         if self._fingerprint is None or not self._fingerprint.holds(model):
             self.release()
-            self._fingerprint = Fingerprint(model, tokens.device)
-        if not tokens.is_cuda:
+            self._fingerprint = Fingerprint(model, recording.tokens.device)
+        if not recording.tokens.is_cuda:
             recording.record_ops(model)
         else:
             self._capture(model, recording)

@@ -1,7 +1,8 @@
-"""Checks that a model runs only known code: a step with code of unknown origin is not recorded."""
+"""Checks that a model runs only known code: a step with code of unknown origin is not recorded, and a
+kernel takes the place of a module only if that is no more than its weights."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -11,7 +12,8 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
-from ..utils.private_names import ENGINE, GLOBAL_HOOKS, HOOKS, is_compiled
+from ..quantization.linear import QuantizedLinear, why_not_readable
+from ..utils.private_names import ENGINE, GLOBAL_HOOKS, HOOKS, is_compiled, parameters_of
 from .global_names import PACKAGE, GlobalNames
 
 # Remote code lies in transformers_modules.<repository>.<revision>, the configuration's maybe in another
@@ -151,3 +153,40 @@ def classes_of(modules: list[nn.Module]) -> list[type]:
     models."""
     kinds = {kind for m in modules for kind in type(m).__mro__}
     return [kind for kind in kinds if kind not in SHARED]
+
+
+def why_called(module: nn.Module) -> str | None:
+    """Returns what else than its class's original forward a call of the module would run."""
+    if ENGINE.reason is not None:
+        return ENGINE.reason
+    if any(vars(module)[name] for name in HOOKS):
+        return f"{type(module).__name__} has hooks"
+    if "forward" in vars(module) or not is_ours(type(module).forward):
+        return f"{type(module).__name__} has a forward of its own"
+    return None
+
+
+def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -> str | None:
+    """Returns why the module is more than weights that the kernel can read beside x."""
+    name = type(module).__name__
+    if type(module) not in kinds:
+        return f"{name} is another module than {', '.join(kind.__name__ for kind in kinds)}"
+    if (called := why_called(module)) is not None:
+        return called
+    if not has_weights_like(module, x):
+        return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
+    weight: Any = module.weight
+    reason = why_not_readable(weight) if weight.dim() > 1 else None
+    return None if reason is None else f"the weight of {name} {reason}"
+
+
+def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the module is untouched and its weights are plain tensors of its dtypes on x's device."""
+    weights = parameters_of(module)
+    if isinstance(module, QuantizedLinear):
+        own = module.fits(x.dtype)
+    else:
+        own = all(w.dtype == x.dtype for w in weights)
+    plain = (type(w.data) is torch.Tensor and w.is_contiguous() for w in weights)
+    near = (w.device == x.device for w in weights)
+    return why_called(module) is None and own and all(plain) and all(near)

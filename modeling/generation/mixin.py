@@ -15,7 +15,7 @@ from ..state.cache import CACHE, NAMES, is_recurrent
 from ..state.rollback import takes_back
 from ..state.serialization import load_state, save_state
 from ..utils.private_names import DeferredStopCheck, StopCheck, pad_token_of, prefill
-from .call_checks import check_call
+from .argument_checks import check_call
 from .captured_step import Take
 from .decode_path import decide_loop, runs_only_known_code
 

@@ -13,7 +13,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from .request_checks import check_cuts, check_scores, first_unread, is_count, token_ids
+from .argument_checks import check_cuts, check_scores, first_unread, is_count, token_ids
 
 
 class Logprobs(NamedTuple):

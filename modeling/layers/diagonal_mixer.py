@@ -7,7 +7,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from ..generation.decode_path import has_weights_like
+from ..generation.known_code import has_weights_like
 from ..hub.kernel_loader import load_kernel
 from ..state.boundaries import NO_BOUNDARIES, Boundaries
 from ..state.cache import RecurrentStateLayer, own_states

@@ -77,6 +77,24 @@ class AssistedGeneration(GenerationMixin):
                 layer.stop_past_recording()
         return text
 
+    def _read_tried(
+        self: Any, input_ids: Any, cache: Any, others: dict[str, Any]
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Reads tokens that are tried by recorded calls. Returns the tokens that are left to read,
+        and the logits that are asked for, or None if some are left. `others` are the other arguments
+        that forward was given."""
+        if not takes_back(cache) or input_ids is None or input_ids.dim() != 2:
+            return input_ids, None
+        length, keep = input_ids.shape[1], others["logits_to_keep"]
+        if tried := tried_tokens(length, keep, cache, None, None):
+            if self.decoder.read(self, input_ids[:, :-tried], cache, others) is None:
+                return input_ids, None
+            for layer in cache.layers:
+                layer.keep_past()
+            input_ids = input_ids[:, -tried:]
+        logits = self.decoder.read(self, input_ids, cache, others)
+        return input_ids, None if logits is None else logits[:, -keep:]
+
     def _add_owed(
         self: Any, input_ids: torch.LongTensor, next_sequence_length: int | None,
         is_first_iteration: bool | None, kwargs: dict[str, Any],

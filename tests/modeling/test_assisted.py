@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from flashcell.generation.captured_call import RecordedCall
 from flashcell.state import assisted
 from flashcell.state.rollback import owed_tokens
 from model_cases import VOCABULARY, cpu_only, state_tensors
@@ -109,6 +110,33 @@ def test_when_the_text_is_read_again_changes_nothing(case, make_model, tokens, m
     for ids in prompts(tokens):
         for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": noisy(model)}):
             check_same(greedy(model, ids, **options), greedy(model, ids))
+
+
+@pytest.mark.parametrize("reread", [0, 8])
+def test_calls_are_recorded_and_replayed(case, make_model, tokens, monkeypatch, reread):
+    """Calls of a length that was seen before are replayed, with every cache, and follow the weights."""
+    monkeypatch.setattr(assisted, "REREAD", reread)
+    replayed, read = [], RecordedCall.read
+
+    def count(call, ids, cache):
+        replayed.append(ids.shape[1])
+        return read(call, ids, cache)
+
+    monkeypatch.setattr(RecordedCall, "read", count)
+    model, ids = make_model(case), tokens(1, 9).repeat(1, 4)
+    for change in (None, "values", "tensor", "mode"):
+        with torch.no_grad():
+            if change == "values":
+                model.lm_head.weight.mul_(-1)
+            elif change == "tensor":
+                model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.decoder.mode = "eager" if change == "mode" else "auto"
+        want = greedy(model, ids, new=60)
+        del replayed[:]
+        for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": noisy(model, 0.1)}):
+            for _ in range(2):
+                check_same(greedy(model, ids, new=60, **options), want)
+        assert (len(replayed) > 10) == (change != "mode"), (change, replayed)
 
 
 def test_a_draft_reads_a_long_prompt_once(make_model, tokens):

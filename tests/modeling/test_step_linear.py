@@ -9,7 +9,7 @@ from torch import nn
 from cases import DEVICE
 from decode_cases import decode
 from flashcell import modeling_flash_mlstm, recurrent_model
-from flashcell.generation.decode_path import why_called, why_not_weights
+from flashcell.generation.known_code import why_called, why_not_weights
 from flashcell.kernels import diagonal_rnn
 from flashcell.kernels import tfla as reference
 from flashcell.layers import decode_linear
