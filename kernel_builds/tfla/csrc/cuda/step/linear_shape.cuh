@@ -24,6 +24,14 @@ constexpr int kManyWarps = 16, kFewWarps = 8;
 // Turing's 64 KB hold 128 bytes of a row, and the sums of 8 rows of x.
 constexpr int kTuringSteps = 2, kTuringStages = 2;
 
+// The most that a thread block may have on any GPU that runs this code: those of code for 12.0 have
+// 99 KB.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMostSharedBytes = kSharedOfFew;
+#else
+constexpr int kMostSharedBytes = kSharedOfMany;
+#endif
+
 // What a kernel is compiled for.
 template <Format kFormat_, int kSteps_, int kStages_, int kTiles_, int kWarps_>
 struct Shape {
@@ -42,9 +50,10 @@ struct Shape {
   static constexpr int kLanes = kRowBytes / 16;  // lanes that copy a row
   static constexpr int kRowsAtOnce = 32 / kLanes;
   static constexpr int kSumBytes = kWarps * kTiles * (kSums + kColumns) * 4;
-  static_assert(kRingBytes + kSumBytes <= (kTuring              ? kTuringSharedBytes
-                                           : kWarps > kFewWarps ? kSharedOfMany
-                                                                : kSharedOfFew));
+  static constexpr int kSharedBytes = kTuring              ? kTuringSharedBytes
+                                      : kWarps > kFewWarps ? kSharedOfMany
+                                                           : kSharedOfFew;
+  static_assert(kRingBytes + kSumBytes <= kSharedBytes);
 };
 
 template <auto kValue>
