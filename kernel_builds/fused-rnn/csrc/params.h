@@ -13,7 +13,7 @@ struct SequenceParams {
   const uint8_t* hold;        // [B, T] or null: the step leaves the states unchanged
   const void* weight;         // [G, N, D, D] io: gate, head, unit it computes, unit it reads
   // CUDA: the heads that run, of those that the tensors have; run() (cuda/call.h) makes 0 heads all
-  // of them. The step, gemm and batch engines run all heads.
+  // of them. The step and batch engines run all heads.
   int64_t first_head, heads;
   double bound;  // on the state that a step adds up (cells/bound.h); 0 for none. On CUDA the step
                  // engine alone has it

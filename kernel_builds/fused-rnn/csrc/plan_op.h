@@ -33,16 +33,16 @@ inline cuda::Problem problem_of(const cuda::CellSizes& sizes, int64_t sequences,
                                 int64_t heads, int64_t width, int64_t element_bytes, bool tf32) {
   STD_TORCH_CHECK(element_bytes == 2 || element_bytes == 4, "element_bytes is ", element_bytes,
                   ", but must be 2 or 4");
-  return {whole("sequences", sequences),
-          whole("steps", steps),
-          whole("heads", heads),
-          whole("width", width),
-          sizes.gates,
-          int(element_bytes),
-          tf32,
-          true,
-          cuda::batch::keeps_state(sizes),
-          false};
+  return {.S = whole("sequences", sequences),
+          .T = whole("steps", steps),
+          .N = whole("heads", heads),
+          .D = whole("width", width),
+          .gates = sizes.gates,
+          .io_bytes = int(element_bytes),
+          .tf32 = tf32,
+          .aligned = true,
+          .keeps_state = cuda::batch::keeps_state(sizes),
+          .clips = false};
 }
 
 inline cuda::Device device_of(int64_t arch, int64_t code_arch, bool code_is_sm_90a, int64_t sms,

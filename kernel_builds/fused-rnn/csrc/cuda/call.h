@@ -90,7 +90,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   const bool keeps_state = cuda::batch::keeps_state(cuda::kSizesOf<Cell>);
   const cuda::Problem problem{p.S,      steps, p.heads, p.D,         Cell::kGates,
                               io_bytes, tf32,  aligned, keeps_state, p.bound > 0};
-  launch.engine = is_part ? cuda::select_own(problem, launch.device)
+  launch.engine = is_part ? cuda::select_part(problem, launch.device)
                           : engine_for(problem, launch.device, backward);
   STD_TORCH_CHECK(!is_part || launch.engine != cuda::Engine::kStep,
                   "the step engine runs all heads, got ", p.heads, " of ", p.N);

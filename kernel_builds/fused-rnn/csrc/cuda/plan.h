@@ -91,6 +91,12 @@ constexpr Engine select_own(const Problem& p, const Device& device) {
   return fma ? Engine::kFma : matrix;
 }
 
+// The engine that runs a part of the heads of a tensor; the step engine runs all of them.
+constexpr Engine select_part(const Problem& p, const Device& device) {
+  const Engine own = select_own(p, device);
+  return own == Engine::kStep && gemm_can_run(p) ? Engine::kGemm : own;
+}
+
 // The engine if there were no batch engine, which has no backward pass.
 constexpr Engine select_other(const Problem& p, const Device& device, bool backward) {
   const Engine own = select_own(p, device);

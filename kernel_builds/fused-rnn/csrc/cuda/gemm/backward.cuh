@@ -16,12 +16,13 @@ struct BiasGradient {
   static constexpr int kUnits = kQuads * kQuad, kThreads = kSequences * kQuads;
   static constexpr int kOfThread = (Cell::kBias * kUnits + kThreads - 1) / kThreads;
   float* row;
-  int ND;
+  int ND, width;  // of the heads that run, and of a row
   float sums[kOfThread] = {};
 
   DEVICE BiasGradient(const BackwardParams& p, const Step& step, int t)
-      : row(static_cast<float*>(p.dbias_partial) + int64_t(blockIdx.y) * Cell::kBias * step.ND),
-        ND(step.ND) {
+      : row(static_cast<float*>(p.dbias_partial) + int64_t(blockIdx.y) * Cell::kBias * step.row),
+        ND(step.ND),
+        width(step.row) {
     if (t == p.T - 1) return;
     for_each([&](int j, int at, int, int) { sums[j] = row[at]; });
   }
@@ -32,7 +33,7 @@ struct BiasGradient {
     for (int j = 0; j < kOfThread; ++j) {
       const int i = threadIdx.x + j * kThreads, bias = i / kUnits, unit = i % kUnits;
       const int at = int(blockIdx.x) * kUnits + unit;
-      if (bias < Cell::kBias && at < ND) body(j, bias * ND + at, bias, unit);
+      if (bias < Cell::kBias && at < ND) body(j, bias * width + at, bias, unit);
     }
   }
   DEVICE void add(const float (&given)[Cell::kBias][kSequences][kUnits]) {
@@ -59,8 +60,8 @@ backward_cells_kernel(const __grid_constant__ BackwardParams p, const Step step)
   const bool carries = inside && t < column.length, clears = column.resets(p, t + 1);
   const bool zeros = inside && (held || (!carries && t >= 0 && t < column.length + column.padding));
   const int64_t row = column.row + t;
-  IO* dx = static_cast<IO*>(p.dx) + row * kGates * step.ND + at;
-  IO* dr = static_cast<IO*>(p.dr) + row * kGates * step.ND + at;
+  IO* dx = static_cast<IO*>(p.dx) + row * kGates * step.row + at;
+  IO* dr = static_cast<IO*>(p.dr) + row * kGates * step.row + at;
 
   // What precedes the product is read while it ends. It was written before the product began.
   // The gradient of an h that a cell reads in the product alone is that of the product.
@@ -68,21 +69,21 @@ backward_cells_kernel(const __grid_constant__ BackwardParams p, const Step step)
   float d[kStates][kQuad] = {}, dbias[Cell::kBias][kQuad] = {};
   float dh[kQuad], saved[kSaved][kQuad];
   if (runs) {
-    load_quad_once(dh, static_cast<const IO*>(p.dh) + row * step.ND + at);
-    const IO* from = static_cast<const IO*>(p.saved) + row * kSaved * step.ND + at;
+    load_quad_once(dh, static_cast<const IO*>(p.dh) + row * step.row + at);
+    const IO* from = static_cast<const IO*>(p.saved) + row * kSaved * step.row + at;
 #pragma unroll
-    for (int v = 0; v < kSaved; ++v) load_quad_once(saved[v], from + int64_t(v) * step.ND);
+    for (int v = 0; v < kSaved; ++v) load_quad_once(saved[v], from + int64_t(v) * step.row);
   }
   if (carries) {
     const bool ends = t == column.length - 1;
     if (!clears && !(ends && p.dlast == nullptr)) {
-      const int64_t from = column.index * step.ND + at;
+      const int64_t from = column.index * step.row + at;
 #pragma unroll
       for (int k = 0; k < Cell::kGradStates; ++k) {
         if (ends) {
-          load_each(d[k], static_cast<const float*>(p.dlast) + from + k * step.SND);
+          load_each(d[k], static_cast<const float*>(p.dlast) + from + k * step.states);
         } else if (k > 0 || keeps_dh) {
-          load_quad(d[k], static_cast<const float*>(p.dstate) + from + k * step.SND);
+          load_quad(d[k], static_cast<const float*>(p.dstate) + from + k * step.states);
         }
       }
     }
@@ -118,21 +119,21 @@ backward_cells_kernel(const __grid_constant__ BackwardParams p, const Step step)
     }
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
-      store_quad(dx + int64_t(g) * step.ND, dxs[g]);
-      if (Cell::kSplitGrad) store_quad(dr + int64_t(g) * step.ND, drs[g]);
+      store_quad(dx + int64_t(g) * step.row, dxs[g]);
+      if (Cell::kSplitGrad) store_quad(dr + int64_t(g) * step.row, drs[g]);
       step.template keep<IO>(s, at, kGates, g, drs[g]);
     }
   } else if (zeros) {
     for (int g = 0; g < kGates; ++g) {
-      store_zeros(dx + int64_t(g) * step.ND);
-      if (Cell::kSplitGrad) store_zeros(dr + int64_t(g) * step.ND);
+      store_zeros(dx + int64_t(g) * step.row);
+      if (Cell::kSplitGrad) store_zeros(dr + int64_t(g) * step.row);
     }
   }
   if (carries) {
-    float* to = static_cast<float*>(p.dstate) + column.index * step.ND + at;
+    float* to = static_cast<float*>(p.dstate) + column.index * step.row + at;
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
-      if (k > 0 || keeps_dh || t < 0) store_quad(to + k * step.SND, d[k]);
+      if (k > 0 || keeps_dh || t < 0) store_quad(to + k * step.states, d[k]);
     }
   }
   if (t < 0 && p.T > 0) return;

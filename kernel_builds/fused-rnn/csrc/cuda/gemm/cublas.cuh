@@ -38,8 +38,8 @@ void multiply(const void* a, const void* b, float* c, bool transposed, int64_t s
   check_blas("cublasGemmStridedBatchedEx", status);
 }
 
-// Copies the weight [G, N, D, D] to [N, G, D, D], where all gates of a head are one matrix. With
-// one head the two are the same, and nothing is copied.
+// Copies the weights of the heads that run from [G, N, D, D] to [heads, G, D, D], where all gates
+// of a head are one matrix. With one head in all the two are the same, and nothing is copied.
 inline const void* pack_weight(const SequenceParams& p, int gates, int io_bytes, void* scratch,
                                const Launch& launch) {
   if (p.N == 1) return p.weight;
@@ -47,7 +47,7 @@ inline const void* pack_weight(const SequenceParams& p, int gates, int io_bytes,
   for (int g = 0; g < gates; ++g) {
     check(cudaMemcpy2DAsync(static_cast<char*>(scratch) + g * bytes, gates * bytes,
                             static_cast<const char*>(p.weight) + g * p.N * bytes, bytes, bytes,
-                            size_t(p.N), cudaMemcpyDeviceToDevice, launch.stream));
+                            size_t(p.heads), cudaMemcpyDeviceToDevice, launch.stream));
   }
   return scratch;
 }

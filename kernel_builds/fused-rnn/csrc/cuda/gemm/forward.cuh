@@ -16,22 +16,22 @@ __global__ void __launch_bounds__(kSequences* kQuads) first_operand_kernel(
   const int at = (blockIdx.x * kQuads + threadIdx.x % kQuads) * kQuad;
   if (s >= p.S || at >= step.ND) return;
   float h[kQuad];
-  load_each(h, static_cast<const float*>(p.initial) + Column(p, s).index * step.ND + at);
+  load_each(h, static_cast<const float*>(p.initial) + Column(p, s).index * step.row + at);
   step.template keep<IO>(s, at, 1, 0, h);
 }
 
 // Adds the bias of a quad's gates to x; of a gate with two biases, to `own` the one of the product.
 template <typename Cell, typename IO>
 DEVICE void add_bias(float (&x)[Cell::kGates][kQuad], float (&own)[kQuad], const ForwardParams& p,
-                     int64_t ND, int at) {
+                     int64_t width, int at) {
   if (p.bias == nullptr) return;
 #pragma unroll
   for (int row = 0; row < Cell::kBias; ++row) {
     float bias[kQuad];
     if (p.bias_is_io) {
-      load_any(bias, static_cast<const IO*>(p.bias) + row * ND + at);
+      load_any(bias, static_cast<const IO*>(p.bias) + row * width + at);
     } else {
-      load_any(bias, static_cast<const float*>(p.bias) + row * ND + at);
+      load_any(bias, static_cast<const float*>(p.bias) + row * width + at);
     }
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -60,23 +60,23 @@ forward_cells_kernel(const __grid_constant__ ForwardParams p, const Step step) {
   const bool carries = in_time || (t == 0 && column.length == 0);  // writes states
   const bool zeros = held || (!in_time && t < column.length + column.padding);
   if (!carries && !zeros) return step.wait();
-  const int64_t row = column.row + t, to = row * step.ND + at;
-  IO* saved = static_cast<IO*>(p.saved) + row * kSaved * step.ND + at;
+  const int64_t row = column.row + t, to = row * step.row + at;
+  IO* saved = static_cast<IO*>(p.saved) + row * kSaved * step.row + at;
 
   // What precedes the product is read while it ends. It was written before the product began.
   // The h of a cell that reads it in the product alone is the last output.
   const bool keeps_h = kReadsH<Cell> || p.hold != nullptr;
   float states[kStates][kQuad] = {};
   if (carries && !column.resets(p, t)) {
-    const int64_t from = column.index * step.ND + at;
+    const int64_t from = column.index * step.row + at;
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
       if (t > 0 && k == 0 && !keeps_h) {
-        if (p.h_prev != nullptr) load_quad(states[0], static_cast<const IO*>(p.h) + to - step.ND);
+        if (p.h_prev != nullptr) load_quad(states[0], static_cast<const IO*>(p.h) + to - step.row);
       } else if (t > 0) {
-        load_quad(states[k], static_cast<const float*>(p.last) + from + k * step.SND);
+        load_quad(states[k], static_cast<const float*>(p.last) + from + k * step.states);
       } else if (p.initial != nullptr) {
-        load_each(states[k], static_cast<const float*>(p.initial) + from + k * step.SND);
+        load_each(states[k], static_cast<const float*>(p.initial) + from + k * step.states);
       }
     }
   }
@@ -86,7 +86,7 @@ forward_cells_kernel(const __grid_constant__ ForwardParams p, const Step step) {
         static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + head * p.x_head + unit;
 #pragma unroll
     for (int g = 0; g < kGates; ++g) load_quad_once(x[g], from + g * p.x_gate);
-    add_bias<Cell, IO>(x, own, p, step.ND, at);
+    add_bias<Cell, IO>(x, own, p, step.row, at);
   }
   step.wait();
   if (runs) {
@@ -113,21 +113,21 @@ forward_cells_kernel(const __grid_constant__ ForwardParams p, const Step step) {
     }
     if (p.saved != nullptr) {
 #pragma unroll
-      for (int v = 0; v < kSaved; ++v) store_quad(saved + int64_t(v) * step.ND, values[v]);
+      for (int v = 0; v < kSaved; ++v) store_quad(saved + int64_t(v) * step.row, values[v]);
     }
     store_quad(static_cast<IO*>(p.h) + to, states[0]);
   } else if (zeros) {
     store_zeros(static_cast<IO*>(p.h) + to);
     if (p.h_prev != nullptr) store_zeros(static_cast<IO*>(p.h_prev) + to);
     for (int v = 0; p.saved != nullptr && v < kSaved; ++v) {
-      store_zeros(saved + int64_t(v) * step.ND);
+      store_zeros(saved + int64_t(v) * step.row);
     }
   }
   if (!carries) return;
-  float* last = static_cast<float*>(p.last) + column.index * step.ND + at;
+  float* last = static_cast<float*>(p.last) + column.index * step.row + at;
 #pragma unroll
   for (int k = 0; k < kStates; ++k) {
-    if (k > 0 || keeps_h || t >= column.length - 1) store_quad(last + k * step.SND, states[k]);
+    if (k > 0 || keeps_h || t >= column.length - 1) store_quad(last + k * step.states, states[k]);
   }
   if (t + 1 < p.T) step.template keep<IO>(s, at, 1, 0, states[0]);
 }

@@ -9,6 +9,12 @@ namespace flashcell::cuda {
 
 namespace gemm {
 
+template <typename Pointer>
+void move(Pointer*& pointer, int64_t bytes) {
+  using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
+  if (pointer != nullptr) pointer = static_cast<Byte*>(pointer) + bytes;
+}
+
 // `overlaps`: the kernel may start while the product before it ends.
 template <typename Params>
 void launch_cells(void (*kernel)(Params, Step), const Params& p, const Step& step,
@@ -22,6 +28,27 @@ void launch_cells(void (*kernel)(Params, Step), const Params& p, const Step& ste
   config.blockDim = kSequences * kQuads, config.stream = launch.stream;
   config.attrs = &early, config.numAttrs = overlaps && launch.device.code.arch >= 90;
   check(cudaLaunchKernelEx(&config, kernel, p, step));
+}
+
+// Moves the pointer to an element of each tensor to the first head that runs.
+inline void skip_heads(SequenceParams& p, int io_bytes) {
+  move(p.weight, p.first_head * p.D * p.D * io_bytes);
+}
+inline void skip_heads(ForwardParams& p, int io_bytes) {
+  const int64_t units = p.first_head * p.D;
+  skip_heads(static_cast<SequenceParams&>(p), io_bytes);
+  move(p.x, p.first_head * p.x_head * io_bytes);
+  move(p.bias, units * (p.bias_is_io ? io_bytes : 4));
+  for (auto* values : {&p.h, &p.saved, &p.h_prev}) move(*values, units * io_bytes);
+  move(p.initial, units * 4), move(p.last, units * 4);
+}
+inline void skip_heads(BackwardParams& p, int io_bytes) {
+  const int64_t units = p.first_head * p.D;
+  skip_heads(static_cast<SequenceParams&>(p), io_bytes);
+  for (auto* values : {&p.dh, &p.saved}) move(*values, units * io_bytes);
+  for (auto* values : {&p.dx, &p.dr}) move(*values, units * io_bytes);
+  move(p.dlast, units * 4);
+  for (auto* values : {&p.dstate, &p.dbias_partial}) move(*values, units * 4);
 }
 
 // Brings the weight and the operand's memory into the layout of the product; returns the weight.
@@ -40,7 +67,8 @@ inline const void* prepare(const SequenceParams& p, int gates, int io_bytes, boo
 inline Step first_step(const SequenceParams& p, const Scratch& places, void* scratch) {
   char* base = static_cast<char*>(scratch);
   Step step{};
-  step.D = int(p.D), step.ND = int(p.N * p.D), step.SND = p.S * p.N * p.D;
+  step.D = int(p.D), step.ND = int(p.heads * p.D), step.row = int(p.N * p.D);
+  step.states = p.S * p.N * p.D;
   step.product = reinterpret_cast<float*>(base + places.product);
   step.operand = base + places.operand;
   step.parts = places.parts;
@@ -49,8 +77,10 @@ inline Step first_step(const SequenceParams& p, const Scratch& places, void* scr
 }
 
 template <typename Cell, typename IO, typename V>
-void run_forward(const ForwardParams& p, const Launch& launch) {
+void run_forward(const ForwardParams& all, const Launch& launch) {
   constexpr int G = Cell::kGates;
+  ForwardParams p = all;
+  skip_heads(p, sizeof(IO));
   const Scratch places(p, G, sizeof(IO), false, launch);
   use_stream(launch);
   const void* weight = prepare(p, G, sizeof(IO), false, places, launch);
@@ -61,7 +91,7 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
     if (step.has_product && places.split.used) {
       multiply_split(weight, step.operand, sums, p.S, G * p.D, places.split, on);
     } else if (step.has_product) {
-      multiply<IO>(weight, step.operand, sums, true, p.S, p.N, p.D, G * p.D, on);
+      multiply<IO>(weight, step.operand, sums, true, p.S, p.heads, p.D, G * p.D, on);
     }
     step.t = t, step.clock = clock;
     launch_cells(&forward_cells_kernel<Cell, IO, V>, p, step, on, step.has_product);
@@ -74,13 +104,15 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
 }
 
 template <typename Cell, typename IO, typename V>
-void run_backward(const BackwardParams& p, const Launch& launch) {
+void run_backward(const BackwardParams& all, const Launch& launch) {
   constexpr int G = Cell::kGates;
+  BackwardParams p = all;
+  skip_heads(p, sizeof(IO));
   const Scratch places(p, G, sizeof(IO), true, launch);
   use_stream(launch);
   const void* weight = prepare(p, G, sizeof(IO), true, places, launch);
   Step step = first_step(p, places, launch.scratch);
-  const int64_t heads = p.N * step.parts, depth = G * p.D / step.parts;
+  const int64_t heads = p.heads * step.parts, depth = G * p.D / step.parts;
   const auto run = [&](const Launch& on, int t, const int* clock) {
     float* sums = const_cast<float*>(step.product);
     if (step.has_product && places.split.used) {

@@ -23,6 +23,8 @@ struct Sizes {
   int gates, io_bytes;
   bool exact;  // fp32 products, not rounded to tf32
   bool split;  // which run on tensor cores (split.h)
+
+  constexpr bool splits() const { return exact && split; }
 };
 
 // A step of the step engine takes so many us longer than one of this engine with split products:
@@ -38,7 +40,7 @@ constexpr Gain kGains[2][3] = {{{1.14, 12, 0, 8.7}, {0.6, 9, 0, 8}, {0.47, 3, 0,
 constexpr double kWithoutGraph = 1.5;
 
 constexpr bool is_faster_split(const Sizes& z, bool graph, bool backward) {
-  const Gain& gain = kGains[backward][z.gates == 4 ? 0 : z.gates == 3 ? 1 : 2];
+  const Gain& gain = kGains[backward][cost_row(z.gates)];
   const double S = double(z.S), units = double(z.N * z.D) / 1e6;
   const double us = units * ((gain.products * S - gain.weights) * double(z.D) - gain.values * S);
   return us >= gain.launches + (graph ? 0 : kWithoutGraph);
@@ -79,7 +81,7 @@ constexpr int64_t least_rows(const Sizes& z, Engine other) {
   if (other == Engine::kCluster) return z.D > 192 ? 2560 : 4096;
   for (const LeastRows& least : kLeastRows) {
     if (z.D <= least.width) {
-      return least.rows[z.io_bytes == 4][z.gates == 4 ? 0 : z.gates == 3 ? 1 : 2];
+      return least.rows[z.io_bytes == 4][cost_row(z.gates)];
     }
   }
   return INT64_MAX;
@@ -132,7 +134,7 @@ constexpr bool is_faster(const Sizes& z, Engine other, bool backward) {
 // 191 us without. From kMostParted sequences on, the products fill the GPU anyway.
 constexpr int64_t kMostParted = 512;
 constexpr int parts_of(const SequenceParams& p, int gates) {
-  return p.N > 1 && p.S <= kMostParted ? gates : 1;
+  return p.heads > 1 && p.S <= kMostParted ? gates : 1;
 }
 
 // Where the engine's buffers lie in its scratch, in bytes from its start. cuBLAS's workspace is
@@ -141,14 +143,14 @@ struct Scratch {
   Split split;      // of exact products
   int parts;        // of a product, which the cells add up
   int64_t clock;    // int, the time of the graph's first step
-  int64_t product;  // fp32, forward [S, N, parts, G, D], backward [S, N, parts, D]
-  int64_t operand;  // io, forward [S, N, D], backward [S, N, G, D]; or split
-  int64_t weight;   // io, [N, G, D, D]; empty for one head; or split
+  int64_t product;  // fp32, forward [S, heads, parts, G, D], backward [S, heads, parts, D]
+  int64_t operand;  // io, forward [S, heads, D], backward [S, heads, G, D]; or split
+  int64_t weight;   // io, [heads, G, D, D]; empty for one head in all; or split
   int64_t bytes;
 
   Scratch(const SequenceParams& p, int gates, int io_bytes, bool backward, const Launch& launch)
       : split(p, gates, backward, launch.device, io_bytes == 4 && !launch.tf32) {
-    const int64_t units = p.S * p.N * p.D;
+    const int64_t units = p.S * p.heads * p.D;
     const auto next = [&](int64_t size) { return round_up(size, 256); };
     clock = int64_t(kWorkspaceBytes);
     product = clock + 256;
@@ -156,7 +158,7 @@ struct Scratch {
     operand = product + next(units * parts * (backward ? 1 : gates) * int64_t(sizeof(float)));
     weight = operand +
              next(split.used ? 2 * split.operand.bytes : units * (backward ? gates : 1) * io_bytes);
-    const int64_t copied = p.N > 1 ? gates * p.N * p.D * p.D * io_bytes : 0;
+    const int64_t copied = p.N > 1 ? gates * p.heads * p.D * p.D * io_bytes : 0;
     bytes = weight + next(split.used ? split.weight.bytes : copied);
   }
 };

@@ -77,17 +77,17 @@ struct Split {
 
   constexpr Split(const SequenceParams& p, int gates, bool backward, const Device& device,
                   bool exact)
-      : used(exact && device.code.sm_90a && p.S >= kLeastSplit && p.N <= kMostHeads) {
+      : used(exact && device.code.sm_90a && p.S >= kLeastSplit && p.heads <= kMostHeads) {
     if (!used) return;
     const int64_t width = backward ? p.D : gates * p.D;
     const int panels = int(round_up(p.D, kPanel) / kPanel), groups = backward ? gates : 1;
-    tiles = Tiles(p.S, width, p.N, panels * groups, device.sms);
-    weight = Operand(round_up(width, kLeftRows), panels, groups, p.N);
-    operand = Operand(round_up(p.S, tiles.rows), panels, groups, p.N);
+    tiles = Tiles(p.S, width, p.heads, panels * groups, device.sms);
+    weight = Operand(round_up(width, kLeftRows), panels, groups, p.heads);
+    operand = Operand(round_up(p.S, tiles.rows), panels, groups, p.heads);
   }
 };
 
-// Packs the weight [G, N, D, D] to `to`, once a call.
+// Packs the weights [G, N, D, D] of the heads that run to `to`, once a call.
 void pack_weight(const SequenceParams& p, int gates, bool backward, void* to, const Split& split,
                  const Launch& launch);
 

@@ -8,10 +8,11 @@ namespace flashcell::cuda::gemm {
 
 struct Step {
   int t;
-  const int* clock;  // null, or its value is added to t
-  bool has_product;  // whether this step has a product
-  int D, ND;         // width of one head, and of all heads
-  int64_t SND;
+  const int* clock;      // null, or its value is added to t
+  bool has_product;      // whether this step has a product
+  int D, ND;             // width of one head, and of the heads that run
+  int row;               // units of a row of the tensors, which may have more heads
+  int64_t states;        // elements of one state of all sequences
   const float* product;  // recurrent weight times the last operand
   void* operand;         // written here for the next product
   int parts;             // of the product, which the cells add up

@@ -39,7 +39,8 @@ constexpr Costs kCosts[kEngineCount][2] = {
     {{{0.856, 0.0794, 0.181, 0, 3.47, 50, 26.2, 33.9}, 111, 30, 42},
      {{1.29, 0.164, 0.685, 0.00593, 2.57, 187, 70.3, 198}, 553, 200, 113}},
     {},  // step
-    {},  // gemm
+    {{{6.75, 0.325, 4.59, 0.0369, 1.6, 119, 73.8, 15.2}, 24.1, 30, 15},
+     {{15.2, 0.706, 7.51, 0, 1.61, 252, 187, 57.9}, 54.3, 200, 60}},
     {{{0.195, 0.277, 2.27, 0.00904, 6.27, 26.8, 15.1, 42.5}, 95.7, 44.7, 25.1},
      {{0.209, 0.398, 4.01, 0.0179, 4.63, 91.8, 34.4, 227}, 818, 184, 62.7}},
     {},  // batch
@@ -71,6 +72,10 @@ constexpr Load load_of(Engine engine, const Problem& p, const Device& device) {
     const int tile = fma::tile(p.S, p.N, p.D, p.gates, device);
     const int64_t together = std::max<int64_t>(1, fma::at_once(p.D, p.gates, device));
     return {ceil(p.N * ceil(p.S, tile), together), tile == 1 ? 1 : 1 + tile / 4.0};
+  }
+  if (engine == Engine::kGemm) {  // us of the product, and 1
+    const int panels = int(gemm::round_up(p.D, gemm::kPanel) / gemm::kPanel);
+    return {1, 1 + gemm::Tiles(p.S, p.gates * p.D, p.N, panels, device.sms).clocks / 1700};
   }
   Load best{0, 0};
   double least = 0;
@@ -114,17 +119,24 @@ struct Module {
     all.N = layers;
     return all;
   }
-  constexpr Engine engine() const { return select_own(p, device); }
-  constexpr Engine engine_together() const { return select_own(together(), device); }
+  constexpr Engine engine() const { return select_part(p, device); }
+  constexpr Engine engine_together() const { return select_part(together(), device); }
 
-  // Whether the layers may run side by side: all launches run on the same engine.
+  // Whether the layers may run side by side: all launches run on the same engine. On the gemm
+  // engine layers gain from that where a product leaves the GPU idle, as those in halves do.
   bool may_join() const {
     for (const Problem& q : {p, together()}) {
-      const Engine own = select_own(q, device);
-      if (own == Engine::kStep || select_engine(q, device) != own) return false;
-      if (saves && select_backward(q, device) != own) return false;
+      const Engine engine = select_part(q, device);
+      if (engine == Engine::kStep || select_engine(q, device) != engine) return false;
+      if (saves && select_backward(q, device) != engine) return false;
+      if (engine == Engine::kGemm && !gemm_sizes(q, device).splits()) return false;
     }
     return true;
+  }
+  // The least steps of a chunk: on the gemm engine so many that they run as a graph.
+  constexpr int64_t shortest() const {
+    const bool graph = engine() == Engine::kGemm || engine_together() == Engine::kGemm;
+    return graph ? gemm::kLeastSteps + 1 : kShortestChunk;
   }
 
   constexpr double products() const {  // of a step of all layers
@@ -168,7 +180,7 @@ inline int64_t chunk_of(const Problem& p, int64_t layers, bool saves, const Devi
   const Costs& all = kCosts[int(module.engine_together())][saves];
   double least = kShare[saves] * total(module.alone(), one) - kLeastSaved[saves];
   int64_t best = 0;
-  for (int64_t chunks = 2; chunks <= kMostChunks && p.T / chunks >= kShortestChunk; ++chunks) {
+  for (int64_t chunks = 2; chunks <= kMostChunks && p.T / chunks >= module.shortest(); ++chunks) {
     const int64_t steps = p.T / chunks;
     if (p.T % chunks >= steps || !module.has_room(steps)) continue;
     const double time = total(module.chunked(steps), all);
