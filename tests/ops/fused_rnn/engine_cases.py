@@ -39,7 +39,7 @@ GEMM = [
 # in 16 bits and in TF32, with values to save and without.
 TILES = [
     (64, 1152), (200, 1536), (200, 896), (384, 1536), (200, 1152), (640, 1152), (768, 1312), (1300, 1312),
-    (4096, 264),
+    (4096, 264), (512, 1152), (1300, 896),
 ]  # fmt: skip
 # With `hold` no state stays in shared memory.
 _TILED = [Case(B, 3, 1, D, ("state", "lengths", "reset")) for B, D in TILES]
@@ -57,8 +57,8 @@ BATCH = [
     Case(4, 9, 2, 64, ("state", "cu")),
     Case(300, 4, 1, 264, MASKS),
     Case(600, 3, 3, 384, ("state", "lengths")),
-    Case(1024, 4, 1, 1152, ("state", "lengths", "reset")),  # states kept; a last tile of 32 units
-    Case(1024, 4, 1, 1128, ("state",)),  # a last tile of 8 units
+    Case(1024, 4, 1, 1152, ("state", "lengths", "reset")),  # states kept
+    Case(1024, 4, 1, 1128, ("state",)),  # a last tile of 8 units, or of 12 where it could have 36
     Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
     PARTS,
     *_TILED,

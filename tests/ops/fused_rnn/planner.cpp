@@ -100,7 +100,8 @@ void print_plan(Problem p, const Device& d) {
     const batch::Tile saves = batch::tiles(G, e)[batch::best_tile(saving, d)];
     print("saving.tile", 64 * saves.blocks * (saves.turns ? 1 : 2));
     print("saving.units", saves.units), print("saving.takes_turns", saves.turns ? "yes" : "no");
-    const long kept = keeps ? (!t.turns ? 1 : t.units > 32 ? 2 : 4) * rows * t.units * 4 : 0;
+    const long kept_units = (t.units + 7) / 8 * 8;
+    const long kept = keeps ? (!t.turns ? 1 : t.units > 32 ? 2 : 4) * rows * kept_units * 4 : 0;
     const long stages = std::min(8l, ((225 << 10) - kept) / stage);
     print("forward.shared_bytes", 1040 + stages * (stage + 16) + kept);
   }

@@ -138,7 +138,7 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "2 clusters of 7 thread blocks" in str(explain_plan("lstm", 1, 200, 2, "float32", 90))
     large = explain_plan("lstm", 1, 1152, 1024, "bfloat16", "H100")
     assert (large.engine, large.fields["instead_of"]) == ("batch", "gemm")
-    assert "232 of 128 sequences x 40 units, which two warpgroups take in turns" in str(large)
+    assert "256 of 128 sequences x 36 units, which two warpgroups take in turns" in str(large)
     assert "backward pass: gemm engine" in str(large)
     assert explain_plan("lstm", 1, 1152, 1024, "bfloat16", "A100").engine == "gemm"
     assert explain_plan("lstm", 1, 1152, 1024, "float32", "H100").engine == "gemm"

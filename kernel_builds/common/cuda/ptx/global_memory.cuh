@@ -30,6 +30,21 @@ DEVICE void load_constant_if(uint32_t (&words)[kCount], const void* from, bool w
         : "l"(from), "r"(int(wanted)));
   }
 }
+// The same for the 16 bits of one word; its upper half becomes 0.
+DEVICE void load_half_constant_if(uint32_t& word, const void* from, bool wanted) {
+  word = 0;
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b16 h;\nsetp.ne.b32 p, %2, 0;\ncvt.u16.u32 h, %0;\n"
+      "@p ld.global.nc.b16 h, [%1];\ncvt.u32.u16 %0, h;\n}"
+      : "+r"(word)
+      : "l"(from), "r"(int(wanted)));
+}
+DEVICE void load_if(float& value, const void* from, bool wanted) {
+  value = 0;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.f32 %0, [%1];\n}"
+               : "+f"(value)
+               : "l"(from), "r"(int(wanted)));
+}
 DEVICE void load_if(float& a, float& b, const void* from, bool wanted) {
   a = b = 0;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.v2.f32 {%0, %1}, [%2];\n}"

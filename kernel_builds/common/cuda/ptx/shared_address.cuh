@@ -20,6 +20,9 @@ DEVICE void load_shared(float (&values)[4], uint32_t from) {
 DEVICE void load_shared(float& a, float& b, uint32_t from) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(from) : "memory");
 }
+DEVICE void load_shared(float& value, uint32_t from) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+}
 DEVICE void store_shared(uint32_t to, const float (&values)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(values[0]), "f"(values[1]),
                "f"(values[2]), "f"(values[3])
@@ -28,6 +31,9 @@ DEVICE void store_shared(uint32_t to, const float (&values)[4]) {
 DEVICE void store_shared(uint32_t to, const float (&values)[2]) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(values[0]), "f"(values[1])
                : "memory");
+}
+DEVICE void store_shared(uint32_t to, const float (&values)[1]) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(values[0]) : "memory");
 }
 
 }  // namespace flashcell::cuda

@@ -44,7 +44,7 @@ struct SharedOperand {
 template <int kColumns>
 constexpr bool kHasWgmma =
     kColumns == 8 || kColumns == 48 || kColumns == 64 || kColumns == 96 || kColumns == 120 ||
-    kColumns == 128 || kColumns == 160 || kColumns == 192 || kColumns == 256;
+    kColumns == 128 || kColumns == 144 || kColumns == 160 || kColumns == 192 || kColumns == 256;
 
 template <int kN>
 DEVICE void clear(float (&sums)[kN][4]) {

@@ -37,6 +37,7 @@ namespace flashcell::cuda {
   FLASHCELL_TEN("2")       \
   FLASHCELL_TEN("3") FLASHCELL_TEN("4") "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59"
 #define FLASHCELL_LIST_128 FLASHCELL_SIXTY "%60, %61, %62, %63"
+#define FLASHCELL_LIST_144 FLASHCELL_SIXTY FLASHCELL_TEN("6") "%70, %71"
 #define FLASHCELL_LIST_160 \
   FLASHCELL_SIXTY FLASHCELL_TEN("6") "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define FLASHCELL_LIST_192                              \
@@ -54,6 +55,8 @@ namespace flashcell::cuda {
 #define FLASHCELL_SUMS_120(j) \
   FLASHCELL_SUMS_96(j), FLASHCELL_SUMS_8(j + 12), FLASHCELL_SUMS_8(j + 13), FLASHCELL_SUMS_8(j + 14)
 #define FLASHCELL_SUMS_128(j) FLASHCELL_SUMS_64(j), FLASHCELL_SUMS_64(j + 8)
+#define FLASHCELL_SUMS_144(j) \
+  FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_8(j + 16), FLASHCELL_SUMS_8(j + 17)
 #define FLASHCELL_SUMS_160(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_32(j + 16)
 #define FLASHCELL_SUMS_192(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_64(j + 16)
 #define FLASHCELL_SUMS_256(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_128(j + 16)
@@ -107,6 +110,7 @@ DEVICE void wgmma(float (&d)[kN][4], SharedOperand<kLeft> left, SharedOperand<kR
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 96, "%48", "%49", "%50", "%51", "%52")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 120, "%60", "%61", "%62", "%63", "%64")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 128, "%64", "%65", "%66", "%67", "%68")
+  FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 144, "%72", "%73", "%74", "%75", "%76")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 160, "%80", "%81", "%82", "%83", "%84")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 192, "%96", "%97", "%98", "%99", "%100")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 256, "%128", "%129", "%130", "%131", "%132")
@@ -131,7 +135,7 @@ template <int kN>
 DEVICE void wgmma_tf32(float (&d)[kN][4], SharedOperand<Major::kDepth> left,
                        SharedOperand<Major::kDepth> right, bool add = true) {
   constexpr int kColumns = 8 * kN;
-  static_assert(kHasWgmma<kColumns> && 48 <= kColumns && kColumns <= 160);
+  static_assert(kHasWgmma<kColumns> && 48 <= kColumns && kColumns <= 160 && kColumns != 144);
   FLASHCELL_WGMMA_TF32_SHARED(48, "%24", "%25", "%26")
   FLASHCELL_WGMMA_TF32_SHARED(64, "%32", "%33", "%34")
   FLASHCELL_WGMMA_TF32_SHARED(96, "%48", "%49", "%50")
@@ -159,6 +163,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_SUMS_256
 #undef FLASHCELL_SUMS_192
 #undef FLASHCELL_SUMS_160
+#undef FLASHCELL_SUMS_144
 #undef FLASHCELL_SUMS_128
 #undef FLASHCELL_SUMS_120
 #undef FLASHCELL_SUMS_96
@@ -169,6 +174,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_LIST_256
 #undef FLASHCELL_LIST_192
 #undef FLASHCELL_LIST_160
+#undef FLASHCELL_LIST_144
 #undef FLASHCELL_LIST_128
 #undef FLASHCELL_LIST_120
 #undef FLASHCELL_LIST_96

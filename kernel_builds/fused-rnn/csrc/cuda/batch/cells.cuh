@@ -15,14 +15,16 @@ DEVICE void load_bias(float (&bias)[U], const Work& work, const Position<S>& at,
   if constexpr (U == 4) {
     const float4 b = __ldg(reinterpret_cast<const float4*>(from));
     bias[0] = b.x, bias[1] = b.y, bias[2] = b.z, bias[3] = b.w;
-  } else {
+  } else if constexpr (U == 2) {
     const float2 b = __ldg(reinterpret_cast<const float2*>(from));
     bias[0] = b.x, bias[1] = b.y;
+  } else {
+    bias[0] = __ldg(from);
   }
 }
 
 // A warp runs 16 units of 8 rows at a time, a lane 4 units of a row: a group; of a last group of 8
-// units a lane has 2. While it runs one, it loads the inputs of the next ones.
+// or 4 units a lane has 2 or 1. While it runs one, it loads the inputs of the next ones.
 template <typename S>
 struct Cells {
   using Cell = typename S::Cell;
@@ -46,15 +48,17 @@ struct Cells {
     bool runs, zeros, ends;
     bool clears;  // the next step resets: the states after this one are 0
   };
-  // The words of four units in the I/O type, of kIo bytes each, or of the first two.
+  // The words of four units in the I/O type, of kIo bytes each, or of the first ones.
   using Quad = uint32_t[kIo];
-  DEVICE static float2 floats_of(const Quad& words, int pair) {
+  template <int U>
+  static constexpr int kWords = (U * kIo + 3) / 4;
+  DEVICE static float unit_value(const Quad& words, int unit) {
     Pair<IO> both;
 #pragma unroll
-    for (int i = 0; i < kIo / 2; ++i) both.word[i] = words[pair * (kIo / 2) + i];
-    return both.floats();
+    for (int i = 0; i < kIo / 2; ++i) both.word[i] = words[unit / 2 * (kIo / 2) + i];
+    return unit % 2 ? both.floats().y : both.floats().x;
   }
-  struct Inputs {  // of four units, or of the first two
+  struct Inputs {  // of four units, or of the first ones
     Quad x[G];
     float states[K][4];
   };
@@ -62,6 +66,17 @@ struct Cells {
   template <int group>
   DEVICE static int unit_of() {
     return group * 16 + threadIdx.x % 4 * S::template kOfLane<group>;
+  }
+
+  // Where the sum of a gate and of a unit of the lane is: sums[m][column][2 half + element].
+  struct SumPlace {
+    int column, element;
+  };
+  template <int group>
+  DEVICE static SumPlace sum_place(int gate, int unit) {
+    constexpr int U = S::template kOfLane<group>;
+    if constexpr (U == 1) return {2 * G * group + gate / 2, gate % 2};
+    return {2 * G * group + gate * (U / 2) + unit / 2, unit % 2};
   }
 
   // Sets the sums to the bias (of an extra bias row, which belongs to the last gate's product, if
@@ -88,13 +103,13 @@ struct Cells {
       float bias[U];
       load_bias<S>(bias, work, at, g == G - 1 ? R - 1 : g, unit_of<group>());
 #pragma unroll
-      for (int pair = 0; pair < U / 2; ++pair) {
-        float (&to)[4] = sums[2 * G * group + g * (U / 2) + pair];
+      for (int u = 0; u < U; ++u) {
+        const SumPlace to = sum_place<group>(g, u);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float2 given{};
-          if constexpr (kSumsX) given = floats_of(x[half][g], pair);
-          to[2 * half] = bias[2 * pair] + given.x, to[2 * half + 1] = bias[2 * pair + 1] + given.y;
+          float given = 0;
+          if constexpr (kSumsX) given = unit_value(x[half][g], u);
+          sums[to.column][2 * half + to.element] = bias[u] + given;
         }
       }
     }
@@ -138,7 +153,7 @@ struct Cells {
     row.h = kIo * (begin + t * work.h_time + unit);
     row.step = uint32_t(column.row) + uint32_t(t);
     row.state = 4 * uint32_t(int(column.index) * int(ND) + unit);
-    row.kept = states + own * S::kUnits * 4;
+    row.kept = states + own * S::kKeptUnits * 4;
     return row;
   }
   template <int group>
@@ -146,14 +161,14 @@ struct Cells {
     return at.unit0 + unit_of<group>() < work.D;
   }
   // Where the lane's state of a group is kept. So that two rows share no bank, the groups lie
-  // otherwise in every other row: of 32 and 64 units they change places, of 40 the last comes
-  // first.
+  // otherwise in every other row: of 32 and 64 units they change places, of 36 and 40 the last
+  // comes first.
   template <int group>
   DEVICE uint32_t kept(const Row& row) const {
     constexpr int U = S::template kOfLane<group>;
     const uint32_t odd = threadIdx.x / 4 % 2, own = threadIdx.x % 4 * U * 4;
     if constexpr (S::kUnits % 32 == 0) return row.kept + ((group ^ odd) * 64 + own);
-    if constexpr (S::kUnits == 40)
+    if constexpr (S::kKeptUnits == 40)
       return row.kept + (group * 64 + odd * uint32_t(U == 4 ? 32 : -128) + own);
     return row.kept + (group * 64 + own);
   }
@@ -177,17 +192,17 @@ struct Cells {
     return static_cast<char*>(tensor) + kIo * (begin + unit);
   }
   // Writes the lane's units of a group to h, which may have fewer units than the tile.
-  template <int group, int kWords>
-  DEVICE void store_h(const Row& row, const uint32_t (&words)[kWords]) const {
-    constexpr int kPairs = S::template kOfLane<group> / 2, kOfPair = kWords / kPairs;
+  template <int group, int kCount>
+  DEVICE void store_h(const Row& row, const uint32_t (&words)[kCount]) const {
+    constexpr int U = S::template kOfLane<group>, kPart = U < 2 ? U : 2;  // units of a store
     char* to = static_cast<char*>(p.h) + row.h + unit_of<group>() * kIo;
-    if (work.h_units == work.D) return store_global(to, words);
+    if (work.h_units == work.D) return store_bytes<U * kIo>(to, words);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      uint32_t pair[kOfPair];
-      memcpy(pair, words + i * kOfPair, sizeof pair);
-      const bool exists = at.unit0 + unit_of<group>() + 2 * i < work.h_units;
-      if (exists) store_global(to + i * 2 * kIo, pair);
+    for (int u = 0; u < U; u += kPart) {
+      uint32_t part[kWords<kPart>];
+      memcpy(part, words + kWords<kPart> * (u / kPart), sizeof part);
+      const bool exists = at.unit0 + unit_of<group>() + u < work.h_units;
+      if (exists) store_bytes<kPart * kIo>(to + u * kIo, part);
     }
   }
 
@@ -198,7 +213,11 @@ struct Cells {
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       const char* from = row.x + kIo * g * p.x_gate + unit_of<group>() * kIo;
-      load_constant_if<S::template kOfLane<group> * kIo / 4>(x[g], from, inside<group>());
+      if constexpr (constexpr int kBytes = S::template kOfLane<group> * kIo; kBytes == 2) {
+        load_half_constant_if(x[g][0], from, inside<group>());
+      } else {
+        load_constant_if<kBytes / 4>(x[g], from, inside<group>());
+      }
     }
   }
   template <int group>
@@ -210,19 +229,12 @@ struct Cells {
     }
 #pragma unroll
     for (int k = S::kFirst; k < K; ++k) {
-      float (&state)[4] = in.states[k];
       const char* last =
           static_cast<const char*>(p.last) + k * state_bytes() + row.state + unit_of<group>() * 4;
-      if constexpr (S::template kOfLane<group> == 4) {
-        if (keeps && at.t > 0) {
-          load_shared(state, kept<group>(row));
-        } else {
-          load_if(state, last, inside<group>());
-        }
-      } else if (keeps && at.t > 0) {
-        load_shared(state[0], state[1], kept<group>(row));
+      if (keeps && at.t > 0) {
+        load_first<S::template kOfLane<group>>(in.states[k], kept<group>(row));
       } else {
-        load_if(state[0], state[1], last, inside<group>());
+        load_first_if<S::template kOfLane<group>>(in.states[k], last, inside<group>());
       }
     }
   }
@@ -252,7 +264,8 @@ struct Cells {
     for (int g = 0; g < G; ++g) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        products[g][u] = sums[m][2 * G * group + g * (U / 2) + u / 2][2 * half + u % 2];
+        const SumPlace from = sum_place<group>(g, u);
+        products[g][u] = sums[m][from.column][2 * half + from.element];
       }
     }
     run_units<group>(m, half, in[i % (kAhead + 1)], products);
@@ -274,8 +287,7 @@ struct Cells {
         if constexpr (kSumsX) {
           xs[g] = V(0.f);
         } else {
-          const float2 x = floats_of(in.x[g], u / 2);
-          xs[g] = V(u % 2 ? x.y : x.x);
+          xs[g] = V(unit_value(in.x[g], u));
         }
       }
       if constexpr (R > G) xs[G - 1] += V(own[u]);
@@ -288,11 +300,11 @@ struct Cells {
       for (int v = 0; v < kSaved; ++v) values[v][u] = to_float(kept[v]);
     }
     struct Rounded {
-      uint32_t of[U * kIo / 4];
+      uint32_t of[kWords<U>];
       DEVICE explicit Rounded(const float (&v)[U]) {
 #pragma unroll
         for (int u = 0; u < U; u += 2) {
-          const Pair<IO> pair = Pair<IO>::of(v[u], v[u + 1]);
+          const Pair<IO> pair = Pair<IO>::of(v[u], u + 1 < U ? v[u + 1] : 0.f);
 #pragma unroll
           for (int i = 0; i < kIo / 2; ++i) of[u / 2 * (kIo / 2) + i] = pair.word[i];
         }
@@ -301,16 +313,18 @@ struct Cells {
     if constexpr (S::kSaves) {
       char* saved = output<group>(p.saved, now, kSaved);
 #pragma unroll
-      for (int v = 0; v < kSaved; ++v) store_global(saved + kIo * v * ND, Rounded(values[v]).of);
+      for (int v = 0; v < kSaved; ++v) {
+        store_bytes<U * kIo>(saved + kIo * v * ND, Rounded(values[v]).of);
+      }
     }
     const Rounded h(state[0]);
     Rounded shown = h, multiplied = h;  // what the next step sees, and what it multiplies
 #pragma unroll
-    for (int i = 0; i < U * kIo / 4; ++i) {
+    for (int i = 0; i < kWords<U>; ++i) {
       shown.of[i] = now.clears ? 0 : h.of[i];
       multiplied.of[i] = cuda::operand<IO>(shown.of[i]);
     }
-    store_global(operand<group>(at.t, m, half), multiplied.of);
+    store_bytes<U * kIo>(operand<group>(at.t, m, half), multiplied.of);
     store_h<group>(now, h.of);
     if constexpr (S::kSaves) {
       // That of the next step is written now: loading h there would wait for L2. Held steps may lie
@@ -319,9 +333,9 @@ struct Cells {
       if (at.t == 0 || p.hold != nullptr) {
         float from[U];
         load_global(from, static_cast<const char*>(p.last) + now.state + unit_of<group>() * 4);
-        store_global(before, Rounded(from).of);
+        store_bytes<U * kIo>(before, Rounded(from).of);
       }
-      if (p.hold == nullptr && !now.ends) store_global(before + kIo * ND, shown.of);
+      if (p.hold == nullptr && !now.ends) store_bytes<U * kIo>(before + kIo * ND, shown.of);
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -354,7 +368,7 @@ struct Cells {
     if (!inside<group>()) return;
     const int64_t ND = int64_t(work.N) * work.D;
     const auto put = [](void* to, Words words) { *static_cast<Words*>(to) = words; };
-    const uint32_t none[kIo * U / 4] = {};
+    const uint32_t none[kWords<U>] = {};
     store_h<group>(row, none);
     if constexpr (S::kSaves) {
       put(output<group>(p.h_prev, row, 1), Words{});

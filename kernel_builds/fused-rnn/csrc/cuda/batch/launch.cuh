@@ -36,7 +36,7 @@ void run_forward(const ForwardParams& p, const Sizes& sizes, const Launch& launc
 
   using Plain = Shape<Cell, IO, kTile, false>;
   auto kernel = forward_kernel<Plain>;
-  if constexpr (kThis.units != kWideUnits || saves_wide(sizeof(IO))) {
+  if constexpr (kTile < tiles(Cell::kGates, sizeof(IO)).count_with(saves_wide(sizeof(IO)))) {
     if (p.saved != nullptr) kernel = forward_kernel<Shape<Cell, IO, kTile, true>>;
   }
   const int bytes = kThis.shared_bytes(Cell::kGates, Plain::kKeeps);

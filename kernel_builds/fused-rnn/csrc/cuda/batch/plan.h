@@ -28,7 +28,7 @@ constexpr int64_t panels_of(int64_t D, int io_bytes) {
 
 struct Tile {
   int blocks;  // of 64 sequences, for each warpgroup
-  int units;   // a multiple of 8
+  int units;   // a multiple of 8, or in 16 bits of 4 for cells with 4 gates
   // Whether the two warpgroups take turns with tiles of their own: one multiplies while the other
   // runs cells and waits. Otherwise they have halves of the same tile.
   bool turns;
@@ -39,7 +39,8 @@ struct Tile {
   // Tiles of a thread block whose state stays in shared memory, and the bytes of one. What is left
   // holds stages, of which wider tiles need more.
   constexpr int kept_tiles() const { return !turns ? 1 : units > 32 ? 2 : 4; }
-  constexpr int state_bytes() const { return rows() * units * int(sizeof(float)); }
+  constexpr int kept_units() const { return int(divide_up(units, 8)) * 8; }  // of a row, with gaps
+  constexpr int state_bytes() const { return rows() * kept_units() * int(sizeof(float)); }
   constexpr int kept_bytes(bool keeps) const { return keeps ? kept_tiles() * state_bytes() : 0; }
   constexpr int stages(int gates, bool keeps) const {
     return std::min(kMostStages, (kMostShared - kept_bytes(keeps)) / stage_bytes(gates));
@@ -52,27 +53,28 @@ struct Tile {
 // Whether the state of some tiles stays in shared memory: that of cells whose step reads one.
 constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.reads_h == 1; }
 
-// The tiles that are compiled for a cell of so many gates: the first `count` of `list`. Where the
-// last one has kWideUnits units, it is for cells whose state stays in shared memory, and in 16 bits
-// for passes that save nothing: in others it is slower.
-constexpr int kWideUnits = 40, kMostTiles = 6;
+// The tiles that are compiled for a cell of so many gates: the first `count` of `list`. The last
+// `wide` of them are for cells whose state stays in shared memory, and in 16 bits for passes that
+// save nothing: in others they are slower.
+constexpr int kMostTiles = 7;
 constexpr bool saves_wide(int io_bytes) { return io_bytes == 4; }
 struct Tiles {
-  int count;
+  int count, wide;
   Tile list[kMostTiles];
 
   constexpr const Tile& operator[](int i) const { return list[i]; }
-  constexpr int count_with(bool has_wide) const {
-    return count - (count > 0 && list[count - 1].units == kWideUnits && !has_wide);
-  }
+  constexpr int count_with(bool has_wide) const { return has_wide ? count : count - wide; }
 };
 constexpr Tiles tiles(int gates, int io_bytes) {
-  const Tile turns{2, 32, true}, wide{2, kWideUnits, true};
-  if (gates == 1) return {4, {{2, 64, true}, {1, 64, true}, {1, 128, true}, {1, 128, false}}};
-  if (gates == 3) return {5, {turns, {1, 32, false}, {1, 16, false}, {1, 32, true}, wide}};
+  const Tile turns{2, 32, true}, wide{2, 40, true};
+  if (gates == 1) return {4, 0, {{2, 64, true}, {1, 64, true}, {1, 128, true}, {1, 128, false}}};
+  if (gates == 3) return {5, 1, {turns, {1, 32, false}, {1, 16, false}, {1, 32, true}, wide}};
   if (gates != 4) return {};
-  if (io_bytes == 4) return {5, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
-  return {6, {turns, {1, 32, false}, {1, 16, false}, {1, 24, true}, {1, 48, false}, wide}};
+  if (io_bytes == 4) return {5, 1, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
+  return {
+      7,
+      2,
+      {turns, {1, 32, false}, {1, 16, false}, {1, 24, true}, {1, 48, false}, wide, {2, 36, true}}};
 }
 
 // The most bytes of weights of a launch; where those of all heads are more, launches of fewer heads
@@ -122,7 +124,8 @@ constexpr Cost kCosts16[3][2][kMostTiles] = {{{{0.199, 3.41, 0.318, 4.69, 12.7e6
                                                {0.157, 2.92, 0.157, 2.92, 10.3e6},
                                                {0.13, 1.63, 0.161, 2.72, 12.8e6},
                                                {0.473, 4.79, 0.473, 4.79, 9.4e6},
-                                               {0.247, 5.04, 0.409, 5.94, 11.6e6}},
+                                               {0.247, 5.04, 0.409, 5.94, 11.6e6},
+                                               {0.223, 4.6, 0.364, 5.3, 12e6}},
                                               {{0.167, 5.18, 0.319, 5.46, 11.2e6},
                                                {0.286, 4.73, 0.286, 4.73, 8.0e6},
                                                {0.153, 3.51, 0.153, 3.51, 8.3e6},
@@ -176,8 +179,7 @@ constexpr Cost kCosts32[3][2][kMostTiles] = {{{{0.224, 3.86, 0.32, 5.34, 13.0e6}
 
 inline double step_us(int index, const Sizes& z, const Device& device) {
   const Tile tile = tiles(z.gates, z.io_bytes)[index];
-  const int cell = z.gates == 4 ? 0 : z.gates == 3 ? 1 : 2;
-  const Cost& cost = (z.io_bytes == 2 ? kCosts16 : kCosts32)[cell][z.saves][index];
+  const Cost& cost = (z.io_bytes == 2 ? kCosts16 : kCosts32)[cost_row(z.gates)][z.saves][index];
   const double count = double(count_tiles(tile, z)), rounds = std::ceil(count / device.sms);
   const double panels = double(panels_of(z.D, z.io_bytes));
   const bool alone = tile.turns && rounds == 1;

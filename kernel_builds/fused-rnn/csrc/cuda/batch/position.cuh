@@ -18,15 +18,17 @@ struct Shape {
   static constexpr bool kTurns = kTile.turns, kSaves = kSaves_;
   static constexpr int kWarpgroups = kTile.warpgroups();
   static constexpr int kRows = kTile.rows(), kColumns = kUnits * G;
-  static constexpr int kGroups = (kUnits + 15) / 16;  // of 16 units; the last one may have 8
+  static constexpr int kGroups = (kUnits + 15) / 16;  // of 16 units; the last one may have 8 or 4
   // The units of a group that a lane has.
   template <int group>
-  static constexpr int kOfLane = kUnits - group * 16 >= 16 ? 4 : 2;
+  static constexpr int kOfLane = std::min(kUnits - group * 16, 16) / 4;
+  static_assert(kUnits % 8 == 0 || (kUnits % 4 == 0 && G == 4 && kIo == 2));
   static constexpr int kFirst = kReadsH<Cell> ? 0 : 1;  // the first state that a step reads
   static constexpr bool kKeeps = keeps_state(kSizesOf<Cell>);
   static constexpr int kStages = kTile.stages(G, kKeeps);
   static constexpr int kKeptBytes = kTile.kept_bytes(kKeeps);
   static constexpr int kKeptTiles = kTile.kept_tiles(), kStateBytes = kTile.state_bytes();
+  static constexpr int kKeptUnits = kTile.kept_units();
   using Sums = float[kBlocks][kColumns / 8][4];
 };
 

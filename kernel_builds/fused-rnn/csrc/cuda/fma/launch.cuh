@@ -37,10 +37,13 @@ void launch_fma(const Params& p, const fma::Memory& m, int threads, const Launch
 }
 
 // Calls a function with the width and the number of sequences that a kernel is compiled for.
-template <typename Function>
+template <int kGates, typename Function>
 void with_fma_sizes(int64_t D, int tile, Function function) {
   const auto with_width = [&]<int kWidth>() {
     if (tile == 1) return function.template operator()<kWidth, 1>();
+    if constexpr (fma::takes_two(kGates, kWidth)) {
+      if (tile == 2) return function.template operator()<kWidth, 2>();
+    }
     function.template operator()<kWidth, 4>();
   };
   switch (fma::compiled_width(D)) {
@@ -60,7 +63,7 @@ void with_fma_sizes(int64_t D, int tile, Function function) {
 template <typename Cell, typename IO>
 void forward_fma(const ForwardParams& p, const Launch& launch) {
   const fma::Memory m = fma::forward_memory(kSizesOf<Cell>, p.D, launch.tile);
-  with_fma_sizes(p.D, launch.tile, [&]<int kWidth, int kSequences>() {
+  with_fma_sizes<Cell::kGates>(p.D, launch.tile, [&]<int kWidth, int kSequences>() {
     using Pass = FmaForward<Cell, kWidth, kSequences>;
     launch_fma<Pass>(p, m, Pass::kDivision.threads(m.units), launch);
   });
@@ -69,7 +72,7 @@ void forward_fma(const ForwardParams& p, const Launch& launch) {
 template <typename Cell, typename IO>
 void backward_fma(const BackwardParams& p, const Launch& launch) {
   const fma::Memory m = fma::backward_memory(kSizesOf<Cell>, p.D, launch.tile);
-  with_fma_sizes(p.D, launch.tile, [&]<int kWidth, int kSequences>() {
+  with_fma_sizes<Cell::kGates>(p.D, launch.tile, [&]<int kWidth, int kSequences>() {
     if constexpr (fma::uses_cluster(Cell::kGates, kWidth)) {
       using Pass = FmaClusterBackward<Cell, kWidth, kSequences>;
       launch_fma<Pass>(p, m, Pass::kThreads, launch);

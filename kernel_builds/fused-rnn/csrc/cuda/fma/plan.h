@@ -56,9 +56,11 @@ constexpr Division backward_division(int gates, int width) {
   return Division{1, 4, gates == 1 ? 8 : 16, depth};
 }
 
-// Sequences whose products a lane computes at the same time: 1 or 4. A tile of more sequences takes
-// them four at a time, in passes.
-constexpr int together(int tile) { return tile == 1 ? 1 : 4; }
+// Sequences whose products a lane computes at the same time: 1, 2 or 4. A tile of more sequences
+// takes them four at a time, in passes. Two are compiled for cells of one gate alone, where a step
+// of four takes more than twice as long as of one.
+constexpr int together(int tile) { return std::min(tile, 4); }
+constexpr bool takes_two(int gates, int width) { return gates == 1 && width >= 128; }
 
 // Stages of the input ring: a step of one sequence is shorter than the latency of memory.
 constexpr int stages(int together) { return together == 1 ? 8 : 4; }
@@ -134,8 +136,8 @@ constexpr int64_t at_once(int64_t D, int gates, const Device& device) {
   return count == 1 ? device.sms * resident(compiled_width(D)) : device.sms / 18 * (16 / count);
 }
 
-// The most sequences of a block, by shared memory: one, or a multiple of four. Of all cells an
-// slstm needs most: 4 states and 7 saved values.
+// The most sequences of a block, by shared memory: one, or a multiple of four. (Two need less.) Of
+// all cells an slstm needs most: 4 states and 7 saved values.
 constexpr int most_sequences(int64_t D, int gates, const Device& device) {
   const CellSizes largest{gates, 4, gates + 1, 7, true, true};
   int most = 16;
@@ -146,12 +148,13 @@ constexpr int most_sequences(int64_t D, int gates, const Device& device) {
   return most;
 }
 
-// Sequences of a block: one while all blocks run at once, else as many fours as it takes. A step of
-// an lstm of 64 units takes 0.5 us for one sequence, 1.0 for four and 1.8 for eight (H100).
+// Sequences of a block: one or two while all blocks run at once, else as many fours as it takes. A
+// step of an lstm of 64 units takes 0.5 us for one sequence, 1.0 for four and 1.8 for eight (H100).
 constexpr int tile(int64_t S, int64_t N, int64_t D, int gates, const Device& device) {
   const int64_t together = at_once(D, gates, device);
   const int most = most_sequences(D, gates, device);
   if (S * N <= together || most == 1) return 1;
+  if (takes_two(gates, compiled_width(D)) && N * divide_up(S, 2) <= together) return 2;
   int tile = 4;
   while (tile < most && N * divide_up(S, tile) > together) tile += 4;
   return tile;
