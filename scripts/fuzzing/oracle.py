@@ -160,9 +160,9 @@ def differences(
 
     Where both references are finite the kernel must be too, and where neither is the kernel must not
     be. `moved` are results like `exact` for inputs that differ by a rounding: they show how ill
-    conditioned the call is. Errors of gradients that cancel to 0 are relative to the size of their
-    terms, one. `wild` says that an argument is so large that its square is not finite. `io` is the dtype
-    of the computation. `carried` is the largest state or norm weight: results may be small differences
+    conditioned the call is. `wild` says that an argument is so large that its square is not finite.
+    Errors of gradients that cancel to 0 are relative to the size of their terms: one, or if `wild` that
+    of the largest argument. `io` is the dtype of the computation. `carried` is the largest state or norm weight: results may be small differences
     of terms of that size.
     """
     found = []
@@ -204,7 +204,8 @@ def differences(
             gaps = [(m[name][sure] - want).nan_to_num(0.0, 0.0, 0.0).abs() for m in moved]
             gap = torch.stack(gaps).amax(0)
             if is_gradient and rms(want) <= EPS[value.dtype]:  # terms of size one that cancel
-                if rms(value - want) > 8 * max(EPS[value.dtype], EPS[io]) + 2 * rms(gap):
+                size = largest_argument(got) if wild else 1.0
+                if rms(value - want) > 8 * max(EPS[value.dtype], EPS[io]) * size + 2 * rms(gap):
                     found.append(f"{name} is not 0 where the reference is")
                 continue
             scale = max(rms(want), 1.0 if is_gradient else 0.0)
@@ -216,6 +217,15 @@ def differences(
         except AssertionError as error:
             found.append(str(error))
     return found
+
+
+def largest_argument(named: dict[str, torch.Tensor]) -> float:
+    """Returns the largest finite value of a call's arguments, or 1 if that is larger."""
+    given = [t for n, t in named.items() if not n.startswith(("result", "gradient")) and t.numel()]
+    sizes = (
+        float(t.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) for t in given if t.dtype in EPS
+    )
+    return max(1.0, *sizes)
 
 
 def leave_products_out(want: dict, without: dict, got: dict, weight: torch.Tensor) -> None:

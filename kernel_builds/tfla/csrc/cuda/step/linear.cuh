@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
   constexpr int kWarps = Own::kWarps, kMostColumns = kTiles * kColumns;
   __shared__ __align__(16) float others[kWarps][kTiles * kSums];
   __shared__ __align__(16) float squares[kWarps][kTiles * kColumns];
-  if constexpr (kIsTuring != Own::kTuring || Own::kSharedBytes > kMostSharedBytes) {
+  if constexpr (!Own::kRuns) {
     __trap();  // launch_linear_step chooses by the code
     return;
   }

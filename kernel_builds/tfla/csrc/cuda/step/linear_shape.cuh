@@ -24,12 +24,14 @@ constexpr int kManyWarps = 16, kFewWarps = 8;
 // Turing's 64 KB hold 128 bytes of a row, and the sums of 8 rows of x.
 constexpr int kTuringSteps = 2, kTuringStages = 2;
 
-// The most that a thread block may have on any GPU that runs this code: those of code for 12.0 have
-// 99 KB.
+// Of the GPUs that run this code, the most shared memory that a thread block may have, and the
+// least.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kMostSharedBytes = kSharedOfFew;
+constexpr int kMostShared = kSharedOfFew, kLeastShared = 0;
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kMostShared = 227 << 10, kLeastShared = kMostShared;
 #else
-constexpr int kMostSharedBytes = kSharedOfMany;
+constexpr int kMostShared = 227 << 10, kLeastShared = 0;
 #endif
 
 // What a kernel is compiled for.
@@ -54,6 +56,9 @@ struct Shape {
                                       : kWarps > kFewWarps ? kSharedOfMany
                                                            : kSharedOfFew;
   static_assert(kRingBytes + kSumBytes <= kSharedBytes);
+  // Whether launch_linear_step may choose the kernel where this code runs.
+  static constexpr bool kRuns = kIsTuring == kTuring && kSharedBytes <= kMostShared &&
+                                (kTiles > 1 || kWarps > kFewWarps || kLeastShared < kSharedOfMany);
 };
 
 template <auto kValue>
