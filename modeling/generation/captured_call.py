@@ -3,20 +3,21 @@
 A call that tries a few tokens costs the model's Python as much as a prompt, and a GPU little more
 than one token. So it is recorded like a step, once for each number of tokens. Its buffers are on loan
 to no cache: a replay reads copies of the cache's states and gives the cache new tensors, because the
-cache keeps those from before the call (state/rollback.py). All recordings of a batch size share their
+cache keeps those from before the call (state/rollback.py). Recordings of the same batch share their
 buffers.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from ..utils.private_names import copy_all
-from .captured_step import Recording, StepLayer
+from .captured_step import Recording, StepLayer, Turns, describe_states
 
-SEEN = 3  # calls of so many tokens until they are recorded, which takes as long as three calls
+SEEN = 3  # calls of a kind until it is recorded, which takes as long as three calls
 KEPT_CALLS = 32  # recordings; the least recently used goes
 
 
@@ -31,28 +32,45 @@ class CallLayer(StepLayer):
 
 
 class RecordedCall(Recording):
-    """A model's recorded call for one shape [B, T] of tokens."""
+    """A model's recorded call for one shape [B, T] of tokens, with logits or without."""
 
-    def read(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Returns the logits [B, T, V] of `tokens`, after which the cache has new states."""
-        copy_all(self._states_of(self.layers), self._states_of(cache.layers))
+    def __init__(self, layers: list[CallLayer], tokens: torch.Tensor, has_logits: bool):
+        super().__init__(layers, tokens)
+        self.has_logits = has_logits
+
+    def compute(self, model: Any) -> torch.Tensor:
+        if self.has_logits:
+            return super().compute(model)
+        backbone = getattr(model, model.base_model_prefix)
+        return backbone(input_ids=self.tokens, past_key_values=self.cache).last_hidden_state
+
+    def read(self, tokens: torch.Tensor, cache: Cache, turns: Turns) -> torch.Tensor:
+        """Returns the logits [B, T, V] of `tokens`, or the hidden states [B, T, H] of a call without
+        logits. The cache then has new states."""
+        old = states_of(cache.layers)
+        turns.take(tokens.device)  # after copies of states on loan, which ran in other streams
+        if turns.streams:  # another stream may own their memory
+            for s in old:
+                s.record_stream(turns.stream)
+        buffers = states_of(self.layers)
+        copy_all(buffers, old)
         self.tokens.copy_(tokens)
-        logits = self.replay_ops().clone()
-        new = [torch.empty_like(s) for s in self._states_of(self.layers)]
-        copy_all(new, self._states_of(self.layers))
+        result = self.replay_ops().clone()
+        new = [torch.empty_like(s) for s in buffers]
+        copy_all(new, buffers)
         states = iter(new)
         for layer in cache.layers:
             groups = {n: tuple(next(states) for _ in group) for n, group in layer.states.items()}
             layer.update_states(tokens.shape[1], **groups)
-        return logits
+        return result
 
-    @staticmethod
-    def _states_of(layers: list[Any]) -> list[torch.Tensor]:
-        return [s for layer in layers for group in layer.states.values() for s in group]
+
+def states_of(layers: list[Any]) -> list[torch.Tensor]:
+    return [s for layer in layers for group in layer.states.values() for s in group]
 
 
 class RecordedCalls:
-    """The recorded calls of a model, by the shape of their tokens."""
+    """The recorded calls of a model, by their kind: the tokens' shape, the states and the result."""
 
     def __init__(self) -> None:
         # A recording, how often such a call was seen, or None if it cannot be recorded.
@@ -61,33 +79,28 @@ class RecordedCalls:
     def clear(self) -> None:
         self._found.clear()
 
-    def find(self, tokens: torch.Tensor, cache: Cache) -> RecordedCall | None:
-        """Returns the recording of a call, or counts one more call without."""
-        key = _key(tokens)
+    def find(
+        self, tokens: torch.Tensor, cache: Cache, has_logits: bool,
+        record: Callable[[Callable[[], RecordedCall]], RecordedCall | None],
+    ) -> RecordedCall | None:  # fmt: skip
+        """Returns the recording of a call, or None: call the model. `record` is called with what makes
+        a recording when SEEN calls were seen."""
+        states = describe_states(cache.layers)
+        key = (*tokens.shape, tokens.device, has_logits, states)
         found = self._found.pop(key, 0)
-        if isinstance(found, RecordedCall) and not found.fits(cache.layers):
-            found = SEEN
-        self._found[key] = found + 1 if isinstance(found, int) else found
+        found = found + 1 if isinstance(found, int) else found
+        if isinstance(found, int) and found >= SEEN:
+            layers = self._layers_of(tokens, states)
+            new = lambda: layers or [CallLayer(layer) for layer in cache.layers]
+            found = record(lambda: RecordedCall(new(), tokens, has_logits))
+        self._found[key] = found
         while len(self._found) > KEPT_CALLS:
             self._found.popitem(last=False)
         return found if isinstance(found, RecordedCall) else None
 
-    def must_record(self, tokens: torch.Tensor) -> bool:
-        """Whether so many calls were seen that the next one is to be recorded."""
-        found = self._found.get(_key(tokens))
-        return isinstance(found, int) and found >= SEEN
-
-    def make(self, tokens: torch.Tensor, cache: Cache) -> RecordedCall:
-        """Makes a recording that has recorded nothing yet."""
-        for found in self._found.values():
-            if isinstance(found, RecordedCall) and found.fits(cache.layers):
-                return RecordedCall(found.layers, tokens)
-        return RecordedCall([CallLayer(layer) for layer in cache.layers], tokens)
-
-    def keep(self, tokens: torch.Tensor, recording: RecordedCall | None) -> None:
-        """Keeps the recording of a call, or that there can be none."""
-        self._found[_key(tokens)] = recording
-
-
-def _key(tokens: torch.Tensor) -> tuple[Any, ...]:
-    return *tokens.shape, tokens.device
+    def _layers_of(self, tokens: torch.Tensor, states: Any) -> list[Any]:
+        """Returns the buffers of a recording with the same states, or none."""
+        for (*_, device, _, others), found in self._found.items():
+            if isinstance(found, RecordedCall) and (device, others) == (tokens.device, states):
+                return found.layers
+        return []

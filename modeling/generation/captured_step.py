@@ -22,13 +22,18 @@ def _groups(layers: Iterable[RecurrentStateLayer]) -> list[States]:
     return [group for layer in layers for group in layer.held[0].values()]
 
 
-def _describe(layers: Iterable[RecurrentStateLayer]) -> list[Any]:
-    names = [name for layer in layers for name in layer.held[0]]
-    return [names, [(s.shape, s.dtype, s.device) for group in _groups(layers) for s in group]]
+def describe_states(layers: Iterable[RecurrentStateLayer]) -> tuple[Any, ...]:
+    """Returns the names, shapes, dtypes and devices of the states of all layers."""
+    names = tuple(name for layer in layers for name in layer.held[0])
+    return names, tuple((s.shape, s.dtype, s.device) for group in _groups(layers) for s in group)
 
 
 class Refused(RuntimeError):
     """This step cannot be recorded; the message says why."""
+
+
+class CaptureFailed(Refused):
+    """An op of the step cannot be part of a CUDA graph."""
 
 
 class Turns:
@@ -162,7 +167,7 @@ class Recording:
         self.replay: Any = None  # runs the step's ops where there are no graphs
 
     def fits(self, layers: list[RecurrentStateLayer]) -> bool:
-        return self.holds(layers) or _describe(layers) == _describe(self.layers)
+        return self.holds(layers) or describe_states(layers) == describe_states(self.layers)
 
     def holds(self, layers: list[RecurrentStateLayer]) -> bool:
         loan = self.loan
@@ -194,8 +199,11 @@ class Recording:
         for own, layer in zip(self.layers, layers, strict=True):
             layer.held = ({name: own.states[name] for name in layer.states}, self.loan)
 
+    def compute(self, model: Any) -> torch.Tensor:
+        return model.next_logits(self.tokens, self.cache)
+
     def forward(self, model: Any) -> torch.Tensor:
-        logits = model.next_logits(self.tokens, self.cache)
+        logits = self.compute(model)
         changed = [pair for layer in self.layers for pair in layer.take_changed()]
         if changed:
             buffers, states = map(list, zip(*changed, strict=True))
@@ -210,14 +218,16 @@ class Recording:
         may free it (torch.compile does before it records graphs): the graph would then write into
         memory of other tensors.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.tokens.device)
         random = torch.cuda.default_generators[self.tokens.device.index]
         try:
             # only this thread's calls must be legal in a capture: other threads may go on
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self.logits = self.forward(model)
         except BaseException:
-            # after a failed capture torch's generator still expects one, and draws nothing outside
+            # After a failed capture torch is still in the capture's stream, and its generator draws
+            # nothing outside a capture.
+            torch.cuda.set_stream(current)
             random.graphsafe_set_state(random.clone_state())
             raise
         self.graph = graph

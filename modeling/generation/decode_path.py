@@ -4,6 +4,7 @@
                    knows whether the text has ended, or "base", transformers'
     decide_token   "graph", a recorded CUDA graph is replayed; "tape", recorded torch ops are
                    replayed; or "plain", the model's forward is called
+    decide_replay  the same for a few tokens that assisted decoding tries
     decide_linears, decide_block_step
                    inside the model, also while it is recorded: "block_step", the whole block is one
                    kernel call; "linear_step", its linear layers are fused; "modules", each module
@@ -151,7 +152,8 @@ def tries(input_ids: torch.Tensor | None, cache: Any) -> bool:
     holds states."""
     if input_ids is None or input_ids.dim() != 2 or not 1 < input_ids.shape[1] <= TRIED:
         return False
-    return takes_back(cache) and _holds_states(cache)
+    alone = len({id(layer) for layer in getattr(cache, "layers", ())})
+    return takes_back(cache) and _holds_states(cache) and alone == len(cache.layers)
 
 
 def _holds_states(cache: Any) -> bool:

@@ -8,6 +8,8 @@ family's forward and takes every call that has a cache, one token per row, and n
 So a subclass, a wrapper or a hook of the model runs around each token as usual, and sampling,
 logits processors, streamers and stopping criteria see the logits they would see without the engine.
 
+Calls of a few tokens, which assisted decoding tries, are recorded too (captured_call.py).
+
 decode_path.py decides whether a token is replayed. Two rules make a replayed step equal to forward.
 First, a step is replayed only while every Python value that it read is unchanged, and it is not
 recorded if code of unknown origin runs inside it (fingerprint.py). Second, the recording's buffers
@@ -26,8 +28,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from .captured_call import RecordedCalls
-from .captured_step import Recording, Refused, StepLayer, Take, Turns
+from .captured_call import RecordedCall, RecordedCalls
+from .captured_step import CaptureFailed, Recording, Refused, StepLayer, Take, Turns
 from .decode_path import Decision, decide_replay, decide_token, decodes, tries
 from .explain import explain
 from .fingerprint import Fingerprint
@@ -152,10 +154,12 @@ class DecodeEngine:
         return logits
 
     def read(
-        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any]
+        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], has_logits: bool = True
     ) -> torch.Tensor | None:
-        """Returns the logits [B, T, V] of a few tokens that assisted decoding tries, or None: call the
-        model as usual. The arguments are those of `step`, with input_ids [B, T]."""
+        """Reads a few tokens of an assisted generation; returns their logits [B, T, V], or without
+        logits the hidden states [B, T, H], or None: call the model as usual.
+
+        The arguments are those of `step`, with input_ids [B, T]; `path` and `reason` stay as they are."""
         if torch.compiler.is_compiling() or not tries(input_ids, cache):
             return None
         self._end_other_loans(cache)
@@ -165,14 +169,16 @@ class DecodeEngine:
             if self.decide(model, input_ids, cache, rest, refuses).path == "plain":
                 return None
             self._turns.take(input_ids.device)
-            call = self._calls.find(input_ids, cache)
-            if call is None and self._calls.must_record(input_ids):
-                try:
-                    call = self._record(model, lambda: self._calls.make(input_ids, cache))
-                except Refused as refusal:
-                    logger.info("assisted decoding: a call is not recorded, because %s", refusal)
-                self._calls.keep(input_ids, call)
-            return None if call is None else call.read(input_ids, cache)
+            record = lambda make: self._record_call(model, make)
+            call = self._calls.find(input_ids, cache, has_logits, record)
+            return None if call is None else call.read(input_ids, cache, self._turns)
+
+    def _record_call(self, model: Any, make: Callable[[], RecordedCall]) -> RecordedCall | None:
+        try:
+            return self._record(model, make)
+        except Refused as refusal:
+            logger.info("assisted decoding: a call is not recorded, because %s", refusal)
+            return None
 
     def _end_other_loans(self, cache: Any) -> None:
         """Ends loans of other engines: before the lock, or two engines could wait for each other."""
@@ -251,7 +257,12 @@ class DecodeEngine:
         if found is None or not found.fits(cache.layers):
             self._turns.wait()  # a recording may be freed
             make = lambda: Recording([StepLayer(layer) for layer in cache.layers], tokens)
-            found = self._record(model, make)
+            try:
+                found = self._record(model, make)
+            except CaptureFailed as refusal:
+                if self._fingerprint is not None:
+                    self._fingerprint.refusal = str(refusal)  # until the model changes
+                raise
         self._recordings[key] = found
         while len(self._recordings) > KEPT:
             self._recordings.popitem(last=False)
@@ -284,7 +295,4 @@ class DecodeEngine:
         except Refused:
             raise
         except RuntimeError as error:  # an op that waits for the GPU, for example
-            refusal = f"capturing the step failed: {error}"
-            if self._fingerprint is not None:
-                self._fingerprint.refusal = refusal  # until the model changes
-            raise Refused(refusal) from error
+            raise CaptureFailed(f"capturing the step failed: {error}") from error

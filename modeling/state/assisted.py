@@ -64,7 +64,8 @@ class AssistedGeneration(GenerationMixin):
             layer.activate_past_recording()
             layer.seen_before = held_of_text(input_ids, generation_config, kwargs)
         known = kwargs.get("assistant_model") is None
-        promise = self._promise(logits_processor, stopping_criteria, cache)
+        streamer = kwargs.get("streamer")
+        promise = self._promise(logits_processor, stopping_criteria, cache, streamer)
         with promise if known else nullcontext():
             text = super()._assisted_decoding(
                 input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
@@ -87,7 +88,8 @@ class AssistedGeneration(GenerationMixin):
             return input_ids, None
         length, keep = input_ids.shape[1], others["logits_to_keep"]
         if tried := tried_tokens(length, keep, cache, None, None):
-            if self.decoder.read(self, input_ids[:, :-tried], cache, others) is None:
+            text = input_ids[:, :-tried]
+            if self.decoder.read(self, text, cache, others, has_logits=False) is None:
                 return input_ids, None
             for layer in cache.layers:
                 layer.keep_past()

@@ -10,22 +10,13 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from flashcell.generation.captured_call import RecordedCall
+from assisted_cases import SAME, check_same, greedy
 from flashcell.state import assisted
 from flashcell.state.rollback import owed_tokens
 from model_cases import VOCABULARY, cpu_only, state_tensors
-from numerics import EPS, assert_close
+from numerics import assert_close
 
-SAME = 64 * EPS[torch.float32]  # of states after 40 tokens, read one by one or several at a time
 LENGTHS = (1, 2, 7, 40)  # of prompts; the last is longer than what is read again
-
-
-def greedy(model, ids, new=24, **options):
-    options = {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True, **options}
-    if "assistant_model" in options:  # else an unsure draft would stop after a token
-        config = options["assistant_model"].generation_config
-        config.assistant_confidence_threshold, config.num_assistant_tokens = 0.0, 5
-    return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 
 def prompts(tokens):
@@ -33,15 +24,6 @@ def prompts(tokens):
     for length in LENGTHS:
         yield tokens(1, length)
     yield tokens(1, 9).repeat(1, 4)
-
-
-def check_same(got, want):
-    assert torch.equal(got.sequences, want.sequences)
-    caches = got.past_key_values, want.past_key_values
-    assert len({cache.get_seq_length() for cache in caches}) == 1
-    assert owed_tokens(caches[0]) == 0
-    for ours, theirs in zip(*map(state_tensors, caches), strict=True):
-        assert_close("states", ours, theirs, SAME)
 
 
 def noisy(model, scale=0.02):
@@ -110,33 +92,6 @@ def test_when_the_text_is_read_again_changes_nothing(case, make_model, tokens, m
     for ids in prompts(tokens):
         for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": noisy(model)}):
             check_same(greedy(model, ids, **options), greedy(model, ids))
-
-
-@pytest.mark.parametrize("reread", [0, 8])
-def test_calls_are_recorded_and_replayed(case, make_model, tokens, monkeypatch, reread):
-    """Calls of a length that was seen before are replayed, with every cache, and follow the weights."""
-    monkeypatch.setattr(assisted, "REREAD", reread)
-    replayed, read = [], RecordedCall.read
-
-    def count(call, ids, cache):
-        replayed.append(ids.shape[1])
-        return read(call, ids, cache)
-
-    monkeypatch.setattr(RecordedCall, "read", count)
-    model, ids = make_model(case), tokens(1, 9).repeat(1, 4)
-    for change in (None, "values", "tensor", "mode"):
-        with torch.no_grad():
-            if change == "values":
-                model.lm_head.weight.mul_(-1)
-            elif change == "tensor":
-                model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
-        model.decoder.mode = "eager" if change == "mode" else "auto"
-        want = greedy(model, ids, new=60)
-        del replayed[:]
-        for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": noisy(model, 0.1)}):
-            for _ in range(2):
-                check_same(greedy(model, ids, new=60, **options), want)
-        assert (len(replayed) > 10) == (change != "mode"), (change, replayed)
 
 
 def test_a_draft_reads_a_long_prompt_once(make_model, tokens):

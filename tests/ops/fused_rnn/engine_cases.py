@@ -77,7 +77,8 @@ BATCH_TF32 = [
     *_TILED,
     Case(512, 16, 1, 656, ("state",)),  # chosen by the planner
 ]
-# Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.
+# Widths of every compiled width, in one block or a cluster; tiles of one sequence, of two for Elman cells,
+# of four and of more.
 FMA = [
     Case(3, 7, 2, 16, MASKS),
     Case(9, 12, 1, 32, ("state",)),
@@ -89,6 +90,8 @@ FMA = [
     Case(150, 6, 1, 92, (*MASKS, "clip")),
     Case(3, 9, 1, 100, MASKS),
     Case(130, 5, 1, 128, ("state", "lengths")),
+    Case(199, 5, 1, 128, MASKS),
+    Case(57, 5, 1, 200, (*MASKS, "clip")),
     Case(4, 6, 2, 132, ("state", "cu", "reset", "hold")),
     Case(70, 5, 2, 200, MASKS),
     Case(20, 7, 1, 256, (*MASKS, "clip")),
@@ -134,7 +137,10 @@ TINY = {
     "fma": [
         *(Case(1, 3, 1, D, MASKS) for D in (16, 48, 96)),
         *(Case(140, 2, 1, D, MASKS) for D in (16, 48, 96)),
-        *(Case(B, 2, 1, D, MASKS) for B, D in ((1, 104), (70, 104), (1, 136), (70, 136))),
+        *(
+            Case(B, 2, 1, D, MASKS)
+            for B, D in ((1, 104), (70, 104), (141, 104), (1, 136), (70, 136))
+        ),
     ],
     "step": [
         Case(1, 1, 1, 16, ("state",)),

@@ -160,9 +160,9 @@ struct Cells {
   DEVICE bool inside() const {  // whether the lane's units of this group exist
     return at.unit0 + unit_of<group>() < work.D;
   }
-  // Where the lane's state of a group is kept. So that two rows share no bank, the groups lie
-  // otherwise in every other row: of 32 and 64 units they change places, of 36 and 40 the last
-  // comes first.
+  // Where the lane's state of a group is kept. So that two rows that are read at once share no
+  // bank, the groups lie otherwise in every other row: of 32 and 64 units they change places, of 36
+  // and 40 the last comes first. (In a last group of 4 units every fourth row shares one.)
   template <int group>
   DEVICE uint32_t kept(const Row& row) const {
     constexpr int U = S::template kOfLane<group>;

@@ -91,7 +91,7 @@ struct Split {
 void pack_weight(const SequenceParams& p, int gates, bool backward, void* to, const Split& split,
                  const Launch& launch);
 
-// Computes the product of all heads into `sums` [S, N, parts, width].
+// Computes the product of the heads that run into `sums` [S, heads, parts, width].
 void multiply_split(const void* weight, const void* operand, float* sums, int64_t S, int64_t width,
                     const Split& split, const Launch& launch);
 

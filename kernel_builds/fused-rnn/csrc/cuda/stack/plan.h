@@ -8,7 +8,8 @@ namespace flashcell::cuda::wavefront {
 // How many of each a call has, or what one of each takes on the GPU in us. A step takes longer the
 // larger its load is, which is how often its thread blocks would fill the GPU, or a group's tiles,
 // and the more it reads of the weight: `width` and `load_width` count 1024 units of a cell with
-// four gates. `product` counts the us of all matrix products at their nominal rate.
+// four gates. `product` counts the us of all matrix products at their nominal rate. (On the gemm
+// engine the load counts the us that the product of a step takes.)
 struct Work {
   double step, load, width, load_width, product;
   double layer, wave, call;  // a layer that runs alone; a wave; and a call with waves
@@ -73,7 +74,7 @@ constexpr Load load_of(Engine engine, const Problem& p, const Device& device) {
     const int64_t together = std::max<int64_t>(1, fma::at_once(p.D, p.gates, device));
     return {ceil(p.N * ceil(p.S, tile), together), tile == 1 ? 1 : 1 + tile / 4.0};
   }
-  if (engine == Engine::kGemm) {  // us of the product, and 1
+  if (engine == Engine::kGemm) {  // one more than the us that the product takes
     const int panels = int(gemm::round_up(p.D, gemm::kPanel) / gemm::kPanel);
     return {1, 1 + gemm::Tiles(p.S, p.gates * p.D, p.N, panels, device.sms).clocks / 1700};
   }
@@ -122,8 +123,8 @@ struct Module {
   constexpr Engine engine() const { return select_part(p, device); }
   constexpr Engine engine_together() const { return select_part(together(), device); }
 
-  // Whether the layers may run side by side: all launches run on the same engine. On the gemm
-  // engine layers gain from that where a product leaves the GPU idle, as those in halves do.
+  // Whether the layers may run side by side: all launches run on the same engine. Of the gemm
+  // engine those that multiply halves of numbers (gemm/split.h), whose products leave SMs idle.
   bool may_join() const {
     for (const Problem& q : {p, together()}) {
       const Engine engine = select_part(q, device);

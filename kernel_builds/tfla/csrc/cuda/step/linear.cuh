@@ -324,7 +324,7 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
     launch_tiles<IO, Turing>(p, device, stream);
   } else if (p.B > kColumns) {
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 2, kFewWarps>>(p, device, stream);
-  } else if (device.shared_bytes >= kSharedOfMany) {
+  } else if (device.shared_bytes >= kSharedOfMany && device.code.arch < 120) {
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 1, kManyWarps>>(p, device, stream);
   } else {
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 1, kFewWarps>>(p, device, stream);

@@ -24,8 +24,8 @@ constexpr int kManyWarps = 16, kFewWarps = 8;
 // Turing's 64 KB hold 128 bytes of a row, and the sums of 8 rows of x.
 constexpr int kTuringSteps = 2, kTuringStages = 2;
 
-// Of the GPUs that run this code, the most shared memory that a thread block may have, and the
-// least.
+// Of the GPUs that run this code, the most shared memory for which there is a kernel, and the least
+// that a thread block may have, or 0 if that is not known.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kMostShared = kSharedOfFew, kLeastShared = 0;
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
