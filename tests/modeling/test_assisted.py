@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from assisted_cases import SAME, check_same, greedy
+from decode_cases import SAME, check_same
+from decode_cases import greedy_with_cache as greedy
 from flashcell.state import assisted
 from flashcell.state.rollback import owed_tokens
 from model_cases import VOCABULARY, cpu_only, state_tensors

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from assisted_cases import check_same, greedy
 from cases import DEVICE
+from decode_cases import check_same
+from decode_cases import greedy_with_cache as greedy
 from flashcell.generation.captured_call import RecordedCall
 from flashcell.state import assisted
 
