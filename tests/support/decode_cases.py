@@ -1,5 +1,5 @@
-"""Ways to decode, with assistance too, changes to a model that a recorded step would not notice by itself, and small models
-for weights of 8 and 4 bits."""
+"""Ways to decode, also with assistance, changes to a model that a recorded step would not notice by itself,
+and small models for weights of 8 and 4 bits."""
 
 import copy
 
