@@ -15,7 +15,7 @@ struct FmaBackward {
   static constexpr int kUnits = kDivision.units, kLanes = kDivision.lanes;
   static constexpr int kThreads = kDivision.threads(kWidth), kInputs = Cell::kSaved + 1;
   static constexpr int kCopies = int(fma::divide_up(kSequences * kInputs * kUnits, 4 * kLanes));
-  static constexpr bool kOne = kSequences == 1, kCluster = false;
+  static constexpr bool kOne = kSequences == 1, kTwo = kSequences == 2, kCluster = false;
   using Product = FmaProduct<1, kUnits, kLanes, kDivision.chunks(), kSequences>;
   using Tile = FmaTile<kSequences, -1>;
   using Ring = FmaRing<kInputs, kSequences, -1, kCopies>;

@@ -26,7 +26,7 @@ struct FmaClusterBackward {
   using Gradient = FmaGradient<Cell>;
   static constexpr int kResident = 1;
   static constexpr int kOwned = Product::kOwned;
-  static constexpr bool kCluster = true;
+  static constexpr bool kCluster = true, kTwo = kSequences == 2;
 
   static DEVICE void run(const BackwardParams& p, const fma::Memory& m, float* memory) {
     const int D = int(p.D), group = threadIdx.x / kLanes;

@@ -14,7 +14,8 @@ struct FmaForward {
   static constexpr fma::Division kDivision = fma::forward_division(G, kWidth);
   static constexpr int kUnits = kDivision.units, kLanes = kDivision.lanes;
   static constexpr int kThreads = kDivision.threads(fma::most_units(G, kWidth));
-  static constexpr bool kCluster = fma::uses_cluster(G, kWidth), kOne = kSequences == 1;
+  static constexpr bool kCluster = fma::uses_cluster(G, kWidth);
+  static constexpr bool kOne = kSequences == 1, kTwo = kSequences == 2;
   static constexpr int kCopies = int(fma::divide_up(kSequences * G * kUnits, 4 * kLanes));
   using Product = FmaProduct<G, kUnits, kLanes, kDivision.chunks(), kSequences>;
   using Tile = FmaTile<kSequences, 1>;

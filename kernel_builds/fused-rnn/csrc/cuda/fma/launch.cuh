@@ -20,8 +20,8 @@ template <typename Pass, typename Params>
 __global__ void __launch_bounds__(Pass::kThreads, Pass::kResident) fma_kernel(
     const __grid_constant__ Params p, const __grid_constant__ fma::Memory m) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if constexpr (Pass::kCluster) __trap();  // the planner chooses these kernels where clusters exist
-  constexpr bool kRuns = !Pass::kCluster;
+  constexpr bool kRuns = !Pass::kCluster && !Pass::kTwo;
+  if constexpr (!kRuns) __trap();  // the planner chooses these kernels where clusters exist
 #else
   constexpr bool kRuns = true;
 #endif

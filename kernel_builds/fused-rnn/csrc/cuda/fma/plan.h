@@ -58,7 +58,8 @@ constexpr Division backward_division(int gates, int width) {
 
 // Sequences whose products a lane computes at the same time: 1, 2 or 4. A tile of more sequences
 // takes them four at a time, in passes. Two are compiled for cells of one gate alone, where a step
-// of four takes more than twice as long as of one.
+// of four takes more than twice as long as of one, and for GPUs since Hopper alone, to keep the
+// library small.
 constexpr int together(int tile) { return std::min(tile, 4); }
 constexpr bool takes_two(int gates, int width) { return gates == 1 && width >= 128; }
 
@@ -154,7 +155,8 @@ constexpr int tile(int64_t S, int64_t N, int64_t D, int gates, const Device& dev
   const int64_t together = at_once(D, gates, device);
   const int most = most_sequences(D, gates, device);
   if (S * N <= together || most == 1) return 1;
-  if (takes_two(gates, compiled_width(D)) && N * divide_up(S, 2) <= together) return 2;
+  const bool two = has_clusters(device) && takes_two(gates, compiled_width(D));
+  if (two && N * divide_up(S, 2) <= together) return 2;
   int tile = 4;
   while (tile < most && N * divide_up(S, tile) > together) tile += 4;
   return tile;
