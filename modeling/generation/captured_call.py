@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..utils.private_names import copy_all
-from .captured_step import Recording, StepLayer, Turns, describe_states
+from .captured_step import Recording, StepLayer, Turns, describe_states, states_of
 
 SEEN = 3  # calls of a kind until it is recorded, which takes as long as three calls
 KEPT_CALLS = 32  # recordings; the least recently used goes
@@ -63,10 +63,6 @@ class RecordedCall(Recording):
             groups = {n: tuple(next(states) for _ in group) for n, group in layer.states.items()}
             layer.update_states(tokens.shape[1], **groups)
         return result
-
-
-def states_of(layers: list[Any]) -> list[torch.Tensor]:
-    return [s for layer in layers for group in layer.states.values() for s in group]
 
 
 class RecordedCalls:

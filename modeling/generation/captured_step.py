@@ -28,6 +28,11 @@ def describe_states(layers: Iterable[RecurrentStateLayer]) -> tuple[Any, ...]:
     return names, tuple((s.shape, s.dtype, s.device) for group in _groups(layers) for s in group)
 
 
+def states_of(layers: Iterable[RecurrentStateLayer]) -> list[torch.Tensor]:
+    """Returns the states of all layers, after ending their loans."""
+    return [s for layer in layers for group in layer.states.values() for s in group]
+
+
 class Refused(RuntimeError):
     """This step cannot be recorded; the message says why."""
 
@@ -184,7 +189,7 @@ class Recording:
             for layer in (owner() for owner in self.owners):
                 if layer is not None and layer.held[1] is self.loan:
                     self.loan.end(layer)
-        old = [s for layer in layers for group in layer.states.values() for s in group]
+        old = states_of(layers)
         turns.take(self.tokens.device)  # after the copies above, which ran in other streams
         copy_all([s for group in self.groups for s in group], old)
         if turns.streams:  # another stream may own their memory

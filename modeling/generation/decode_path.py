@@ -152,8 +152,9 @@ def tries(input_ids: torch.Tensor | None, cache: Any) -> bool:
     holds states."""
     if input_ids is None or input_ids.dim() != 2 or not 1 < input_ids.shape[1] <= TRIED:
         return False
-    alone = len({id(layer) for layer in getattr(cache, "layers", ())})
-    return takes_back(cache) and _holds_states(cache) and alone == len(cache.layers)
+    if not takes_back(cache) or not _holds_states(cache):
+        return False
+    return len({id(layer) for layer in cache.layers}) == len(cache.layers)  # each layer once
 
 
 def _holds_states(cache: Any) -> bool:

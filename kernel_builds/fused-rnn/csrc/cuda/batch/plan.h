@@ -192,16 +192,16 @@ inline double step_us(int index, const Sizes& z, const Device& device) {
   return std::sqrt(std::sqrt(fourth(blocks) + fourth(bytes / cost.bytes)));
 }
 
-// The index in `tiles` of the tile that takes the least time. Tiles of 36 units were measured with
-// at most as many for a thread block as it keeps the states of; with more they are slower than
+// The index in `tiles` of the tile that takes the least time. Tiles of 36 units are taken only
+// where thread blocks keep the states of all their tiles: with more tiles they are slower than the
 // others.
 inline int best_tile(const Sizes& z, const Device& device) {
   int best = 0;
   for (int i = 1; i < tiles(z.gates, z.io_bytes).count_with(z.has_wide()); ++i) {
     const Tile tile = tiles(z.gates, z.io_bytes)[i];
-    const bool measured =
+    const bool pays =
         tile.units % 8 == 0 || count_tiles(tile, z) <= int64_t(tile.kept_tiles()) * device.sms;
-    if (measured && step_us(i, z, device) < step_us(best, z, device)) best = i;
+    if (pays && step_us(i, z, device) < step_us(best, z, device)) best = i;
   }
   return best;
 }

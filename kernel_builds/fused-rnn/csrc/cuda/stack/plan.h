@@ -123,8 +123,8 @@ struct Module {
   constexpr Engine engine() const { return select_part(p, device); }
   constexpr Engine engine_together() const { return select_part(together(), device); }
 
-  // Whether the layers may run side by side: all launches run on the same engine. Of the gemm
-  // engine those that multiply halves of numbers (gemm/split.h), whose products leave SMs idle.
+  // Whether the layers may run side by side: all launches run on the same engine. Those of the gemm
+  // engine only if they multiply in halves (gemm/split.h), because such products leave SMs idle.
   bool may_join() const {
     for (const Problem& q : {p, together()}) {
       const Engine engine = select_part(q, device);
