@@ -30,11 +30,12 @@ int main() {
   std::string cell;
   cuda::Problem p{};
   cuda::Device d{};
+  int64_t input;
   while (std::cin >> cell >> p.S >> p.T >> p.N >> p.D >> p.io_bytes >> p.tf32 >> d.arch >>
-         d.code.arch >> d.code.sm_90a >> d.sms >> d.shared_bytes) {
+         d.code.arch >> d.code.sm_90a >> d.sms >> d.shared_bytes >> input) {
     const cuda::CellSizes sizes = sizes_of(AllCells(), cell);
     p.gates = sizes.gates, p.aligned = true;
-    std::cout << cuda::explain(sizes, p, d) << std::endl;
+    std::cout << cuda::explain(sizes, p, input, d) << std::endl;
   }
 }
 """

@@ -19,12 +19,22 @@ struct SequenceParams {
                  // engine alone has it
 };
 
+// CUDA: the input of a layer of one head and whole sequences, and its weight, of which the batch
+// engine computes x itself.
+struct LayerInput {
+  int64_t I;            // its width, or 0 if x is given
+  const void* data;     // [B, T, I] io, strided; the last stride is 1
+  int64_t batch, time;  // strides in elements
+  const void* weight;   // [G, D, I] io
+};
+
 struct ForwardParams : SequenceParams {
-  const void* x;    // [B, T, G, N, D] io, strided
+  const void* x;    // [B, T, G, N, D] io, strided; null if `input` is given
   int64_t x_batch;  // strides of x in elements; the last one is 1
   int64_t x_time;
   int64_t x_gate;
   int64_t x_head;
+  LayerInput input;
   const void* bias;  // [R, N, D] state, or null; io if bias_is_io, which the step engine takes
   bool bias_is_io;
   const void* initial;  // [K, S, N, D] state, or null for 0

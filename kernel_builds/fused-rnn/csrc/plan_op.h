@@ -13,7 +13,8 @@ namespace flashcell {
 
 inline constexpr char kExplainPlanSchema[] =
     "explain_plan(str cell, int sequences, int steps, int heads, int width, int element_bytes, "
-    "bool tf32, int arch, int code_arch, bool code_is_sm_90a, int sms, int shared_bytes) -> str";
+    "bool tf32, int arch, int code_arch, bool code_is_sm_90a, int sms, int shared_bytes, "
+    "int input_width=0) -> str";
 
 template <typename... Cells>
 cuda::CellSizes sizes_of(CellList<Cells...>, const std::string& name) {
@@ -56,11 +57,13 @@ inline cuda::Device device_of(int64_t arch, int64_t code_arch, bool code_is_sm_9
 inline std::string explain_plan(std::string cell, int64_t sequences, int64_t steps, int64_t heads,
                                 int64_t width, int64_t element_bytes, bool tf32, int64_t arch,
                                 int64_t code_arch, bool code_is_sm_90a, int64_t sms,
-                                int64_t shared_bytes) {
+                                int64_t shared_bytes, int64_t input_width) {
+  STD_TORCH_CHECK(0 <= input_width && input_width < int64_t(1) << 31, "input_width is ",
+                  input_width, ", but must be from 0 to 2147483647");
   const cuda::CellSizes sizes = sizes_of(AllCells(), cell);
   const cuda::Problem problem =
       problem_of(sizes, sequences, steps, heads, width, element_bytes, tf32);
-  return cuda::explain(sizes, problem,
+  return cuda::explain(sizes, problem, input_width,
                        device_of(arch, code_arch, code_is_sm_90a, sms, shared_bytes));
 }
 

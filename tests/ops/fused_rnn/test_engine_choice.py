@@ -1,5 +1,12 @@
 """Tests which CUDA engine the planner chooses, and with how many launches; no GPU is needed."""
 
+import random
+from itertools import product
+
+import pytest
+
+TORCH_CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 
 def test_heads_that_do_not_fit_into_l2_together_are_launched_one_after_another(fused_rnn):
     def plan(cell, heads, width, dtype):
@@ -32,3 +39,37 @@ def test_a_backward_pass_has_an_engine_of_its_own(fused_rnn):
     tf32 = {"precision": "tf32"}
     assert engines("gru", 1, 1536, 1, "float32", "H200", **tf32) == ("step", "gemm")
     assert engines("lstm", 2, 1152, 4, "float32", "H200", **tf32) == ("batch", "step")
+
+
+def test_what_multiplies_a_layers_input(fused_rnn):
+    """The batch engine where it is faster, of cells that add the product to h's; nothing else can."""
+
+    def plan(cell, width, batch, input_width, arch="H200", **options):
+        return fused_rnn.explain_plan(
+            cell, 1, width, batch, "bfloat16", arch, input_width=input_width, **options
+        )
+
+    wide = plan("lstm", 1152, 1024, 1152)
+    assert (wide.engine, wide.fields["input"]) == ("batch", "engine")
+    assert "input: multiplied by the engine" in str(wide)
+    assert "input" not in plan("lstm", 1152, 1024, 0).fields
+    before = plan("lstm", 264, 2048, 4096)
+    assert (before.engine, before.fields["input"]) == ("batch", "product")
+    assert "input: multiplied before" in str(before)
+    draw, found = random.Random(0), set()
+    for _ in range(300):
+        width, batch, input_width = (
+            int(2 ** draw.uniform(*e)) for e in ((5, 11), (0, 12), (0, 12))
+        )
+        for cell, arch in product(TORCH_CELLS, ("H200", "A100", "B200", "T4")):
+            steps = draw.choice((1, 2, 50))
+            call = plan(cell, -(-width // 8) * 8, batch, input_width, arch, steps=steps)
+            found.add((cell, arch, call.engine, call.fields["input"]))
+    assert {(cell, arch, engine) for cell, arch, engine, way in found if way == "engine"} == {
+        (cell, "H200", "batch") for cell in ("lstm", "rnn_tanh", "rnn_relu")
+    }
+    with pytest.raises(ValueError, match="heads is 2, but must be 1 where input_width is given"):
+        fused_rnn.explain_plan("lstm", 2, 64, 8, "bfloat16", "H200", input_width=64)
+    for bad in (-1, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match="input_width is"):
+            plan("lstm", 64, 8, bad)

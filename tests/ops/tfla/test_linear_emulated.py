@@ -13,8 +13,22 @@ LINEAR += ["residual", "gated"]
 LINEARS = [(1, 8, [24]), (3, 40, [24, 17]), (8, 1096, [40]), (16, 2056, [48]), (17, 256, [33])]
 LINEARS += [(40, 200, [20]), (2, 0, [24])]
 # No whole piece of 8 or 4 bits, or more than one for each of 8 warps.
-EIGHT_BITS = [(1, 16, [24]), (3, 48, [24, 17]), (8, 1104, [40]), (17, 2320, [33]), (2, 0, [24])]
-INT4 = [(1, 64, [24]), (3, 192, [24, 17]), (8, 1088, [40]), (17, 2368, [33]), (2, 0, [24])]
+EIGHT_BITS = [
+    (1, 16, [24]),
+    (2, 1104, [40, 17]),
+    (3, 48, [24, 17]),
+    (8, 1104, [40]),
+    (17, 2320, [33]),
+    (2, 0, [24]),
+]
+INT4 = [
+    (1, 64, [24]),
+    (2, 1088, [40, 17]),
+    (3, 192, [24, 17]),
+    (8, 1088, [40]),
+    (17, 2368, [33]),
+    (2, 0, [24]),
+]
 
 # Three SMs, so that a thread block takes several tiles, and 16 rows of x one pass, with the shared
 # memory of an H200 and of sm_86 and sm_120; and more SMs than tiles, so that 9 rows take two passes.

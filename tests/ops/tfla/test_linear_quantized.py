@@ -75,6 +75,47 @@ def test_quantized(tfla, kept, K, dtype, B):
             assert_close(str(number), z, one, 1.5 * EPS[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_tiny_linear(tfla, kept, dtype):
+    """Runs every kernel for a format, for scripts/check_cuda."""
+    bits, scale, _ = quantized(kept, 24, 192)
+    norm = normal(192, dtype=dtype)
+    for B in (1, 3, 9):
+        x, residual = normal(B, 192, dtype=dtype), normal(B, 24, dtype=dtype)
+        found = [
+            *tfla.linear_step(x, [bits], scales=[scale], residual=residual),
+            *tfla.linear_step(x, [bits], scales=[scale], norm_weight=norm),
+            *tfla.linear_step(x, [bits, bits], scales=[scale, scale], gated=True),
+        ]
+        assert all(y.isfinite().all() for y in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kept", "K"), [(torch.int8, 1104), (torch.uint8, 1088)], ids=str)
+def test_values_of_many_sizes(tfla, kept, K, dtype):
+    """Rows of x whose elements differ by a million, a tiny row, one of zeros, and two that are not finite,
+    which spoil no other."""
+    weight, scale, values = quantized(kept, 40, K)
+    x = torch.randn(2, K) * 2.0 ** torch.randint(-20, 1, (2, K))
+    x[1] *= 1e-3 if dtype == torch.float16 else 1e-20
+    for row in (x, x.flip(0), x[:1], x[1:], torch.zeros(1, K)):
+        row = row.to(dtype)
+        (y,) = tfla.linear_step(row, [weight], scales=[scale])
+        exact = row.double() @ values.mT
+        eps = EPS[torch.float32] if dtype.itemsize > 2 else EPS[dtype]
+        terms = row.double().abs().amax(1, keepdim=True) * values.abs().sum(1)
+        bound = eps * exact.abs() + 2.0**-21 * terms + torch.finfo(dtype).tiny
+        assert torch.all((y.double() - exact).abs() <= bound)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        both = x.to(dtype)
+        both[0, 5] = bad
+        (y,) = tfla.linear_step(both, [weight], scales=[scale])
+        (alone,) = tfla.linear_step(both[1:], [weight], scales=[scale])
+        assert not y[0].isfinite().any()
+        assert torch.equal(y[1:], alone)
+
+
 def test_what_does_not_fit_is_refused(tfla):
     x, (w,) = make(DTYPES[0], 2, 32, [8])
     bits, s, _ = quantized(torch.int8, 8, 32)

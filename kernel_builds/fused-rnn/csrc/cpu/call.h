@@ -22,6 +22,11 @@ inline const Backend& backend() {
 }
 
 template <typename Cell>
+bool multiplies_input(const ForwardParams&, int64_t, Dtype, bool) {
+  return false;
+}
+
+template <typename Cell>
 bool writes_strided_h(const ForwardParams&, Dtype, bool, const Tensor&) {
   return false;
 }

@@ -44,27 +44,32 @@ inline Tensor input(const Tensor& x) {
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
 }
 
+// An environment variable, or nothing.
+inline std::string_view of_environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
 // FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm|fma|batch overrides the planner's choice.
 // The batch engine has no backward pass.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device,
                                bool backward) {
   using cuda::Engine;
-  const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
-  if (wanted == nullptr || *wanted == 0) {
+  const std::string_view name = of_environment("FLASHCELL_CUDA_ENGINE");
+  if (name.empty()) {
     return backward ? cuda::select_backward(problem, device) : cuda::select_engine(problem, device);
   }
-  const std::string_view name = wanted;
   int index = 0;
   while (index < cuda::kEngineCount && name != cuda::kEngineNames[index]) ++index;
-  STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", wanted,
+  STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", name,
                   ", but must be block, cluster, grid, step, gemm, fma or batch");
   const Engine asked = Engine(index);
-  STD_TORCH_CHECK(!problem.clips || asked == Engine::kStep, "FLASHCELL_CUDA_ENGINE is ", wanted,
+  STD_TORCH_CHECK(!problem.clips || asked == Engine::kStep, "FLASHCELL_CUDA_ENGINE is ", name,
                   ", but must be step where states are clipped");
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();
   }
-  STD_TORCH_CHECK(cuda::can_run(asked, problem, device), "FLASHCELL_CUDA_ENGINE=", wanted,
+  STD_TORCH_CHECK(cuda::can_run(asked, problem, device), "FLASHCELL_CUDA_ENGINE=", name,
                   " does not run a head of width ", problem.D, " here");
   return backward && asked == Engine::kBatch ? cuda::select_backward(problem, device) : asked;
 }
@@ -75,21 +80,33 @@ inline void choose_heads(SequenceParams& p) {
 }
 
 template <typename Cell>
-cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool aligned, bool backward,
-                     const Tensor& like) {
+cuda::Problem problem_of(const SequenceParams& p, Dtype dtype, bool tf32, bool aligned) {
+  // The engines that run a part of the heads run one step like any other.
+  const int64_t steps = p.heads < p.N ? std::max<int64_t>(p.T, 2) : p.T;
+  const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
+  const bool keeps_state = cuda::batch::keeps_state(cuda::kSizesOf<Cell>);
+  return {p.S,      steps, p.heads, p.D,         Cell::kGates,
+          io_bytes, tf32,  aligned, keeps_state, p.bound > 0};
+}
+
+template <typename Cell>
+cuda::Problem problem_of(const ForwardParams& p, Dtype dtype, bool tf32) {
+  const bool aligned = is_aligned(p.x, dtype == Dtype::kFloat ? 4 : 2, {p.S, p.x_batch},
+                                  {p.T, p.x_time}, {Cell::kGates, p.x_gate}, {p.N, p.x_head});
+  cuda::Problem problem = problem_of<Cell>(p, dtype, tf32, aligned);
+  problem.I = p.input.I;
+  return problem;
+}
+
+inline cuda::Launch prepare(const SequenceParams& p, const cuda::Problem& problem, Dtype dtype,
+                            bool backward, const Tensor& like) {
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
                   torch::headeronly::toString(like.scalar_type()));
   cuda::Launch launch{};
   launch.device = cuda::current_device();
   launch.stream = current_stream(like);
-  launch.tf32 = tf32 && cuda::has_tf32(launch.device);
-  const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
+  launch.tf32 = problem.tf32 && cuda::has_tf32(launch.device);
   const bool is_part = p.heads < p.N;
-  // The engines that run a part of the heads run one step like any other.
-  const int64_t steps = is_part ? std::max<int64_t>(p.T, 2) : p.T;
-  const bool keeps_state = cuda::batch::keeps_state(cuda::kSizesOf<Cell>);
-  const cuda::Problem problem{p.S,      steps, p.heads, p.D,         Cell::kGates,
-                              io_bytes, tf32,  aligned, keeps_state, p.bound > 0};
   launch.engine = is_part ? cuda::select_part(problem, launch.device)
                           : engine_for(problem, launch.device, backward);
   STD_TORCH_CHECK(!is_part || launch.engine != cuda::Engine::kStep,
@@ -101,9 +118,31 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
 
 template <typename Cell>
 cuda::Launch prepare(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
-  const bool aligned = is_aligned(p.x, x.element_size(), {p.S, p.x_batch}, {p.T, p.x_time},
-                                  {Cell::kGates, p.x_gate}, {p.N, p.x_head});
-  return prepare<Cell>(p, dtype, tf32, aligned, false, x);
+  return prepare(p, problem_of<Cell>(p, dtype, tf32), dtype, false, x);
+}
+template <typename Cell>
+cuda::Launch prepare(const BackwardParams& p, Dtype dtype, bool tf32, const Tensor& like) {
+  return prepare(p, problem_of<Cell>(p, dtype, tf32, true), dtype, true, like);
+}
+
+// Whether the batch engine will run the call and compute x from the layer's input of I units.
+// FLASHCELL_CUDA_INPUT=engine|product overrides the planner's choice.
+template <typename Cell>
+bool multiplies_input(ForwardParams p, int64_t I, Dtype dtype, bool tf32) {
+  if (Cell::kSplitGrad || dtype == Dtype::kDouble) return false;
+  choose_heads(p);
+  const cuda::Problem problem = problem_of<Cell>(p, dtype, tf32);
+  const cuda::Device device = cuda::current_device();
+  if (!cuda::batch_can_run(problem, device)) return false;
+  const bool is_asked = !of_environment("FLASHCELL_CUDA_ENGINE").empty();
+  if (is_asked && engine_for(problem, device, false) != cuda::Engine::kBatch) return false;
+  const std::string_view wanted = of_environment("FLASHCELL_CUDA_INPUT");
+  STD_TORCH_CHECK(wanted.empty() || wanted == "engine" || wanted == "product",
+                  "FLASHCELL_CUDA_INPUT is ", wanted, ", but must be engine or product");
+  if (!wanted.empty()) return wanted == "engine";
+  if (!is_asked) return cuda::multiplies_input(problem, I, Cell::kSplitGrad, device);
+  const cuda::batch::Sizes sizes = cuda::batch_sizes(problem);
+  return cuda::batch::multiplies_input(sizes, I, p.T, cuda::Engine::kBatch, device);
 }
 
 // Whether the engine that will run the call can write h with strides and fewer units.
@@ -138,7 +177,7 @@ void run(ForwardParams p, Dtype dtype, bool tf32, const Tensor& x) {
 template <typename Cell>
 int64_t bias_tiles(BackwardParams p, Dtype dtype, bool tf32, const Tensor& like) {
   choose_heads(p);
-  const cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, true, like);
+  const cuda::Launch launch = prepare<Cell>(p, dtype, tf32, like);
   return (p.S + launch.tile - 1) / launch.tile;
 }
 
@@ -148,7 +187,7 @@ template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   choose_heads(p);
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
-  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, true, dh);
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, dh);
   if (cuda::is_cut(p)) launch.tile = cuda::kCutTile;
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   const bool adds_up = p.dbias_partial == nullptr;

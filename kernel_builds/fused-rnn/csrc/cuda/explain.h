@@ -14,16 +14,18 @@ namespace flashcell::cuda {
 
 class Explanation {
  public:
-  Explanation(const CellSizes& cell, const Problem& problem, const Device& device)
+  // `input` is the width of a layer's input that is multiplied too, or 0.
+  Explanation(const CellSizes& cell, const Problem& problem, int64_t input, const Device& device)
       : cell_(cell),
-        p_(problem),
+        p_(with_input(problem, input, cell, device)),
         device_(device),
-        engine_(select_engine(problem, device)),
+        engine_(select_engine(p_, device)),
         backward_(select_backward(problem, device)),
         other_(select_other(problem, device, false)),
         own_(select_own(problem, device)),
         matrix_(select_matrix(problem, device)) {
     add("engine", kEngineNames[int(engine_)]);
+    if (input > 0) add("input", p_.I > 0 ? "engine" : "product");
     std::string runs;
     for (int i = 0; i < kEngineCount; ++i) {
       if (!can_run(Engine(i), p_, device_)) continue;
@@ -57,6 +59,10 @@ class Explanation {
   const Engine matrix_;    // and without the fma engine
   std::string text_;
 
+  static Problem with_input(Problem p, int64_t I, const CellSizes& cell, const Device& device) {
+    if (I > 0 && multiplies_input(p, I, cell.splits_gradient, device)) p.I = I;
+    return p;
+  }
   void add(const std::string& key, const std::string& value) { text_ += key + "\t" + value + "\n"; }
   void add(const std::string& key, int64_t value) { add(key, std::to_string(value)); }
   void add(const std::string& key, const std::string& prefix, const Limit& limit) {
@@ -210,8 +216,9 @@ class Explanation {
   }
 };
 
-inline std::string explain(const CellSizes& cell, const Problem& problem, const Device& device) {
-  return Explanation(cell, problem, device).text();
+inline std::string explain(const CellSizes& cell, const Problem& problem, int64_t input,
+                           const Device& device) {
+  return Explanation(cell, problem, input, device).text();
 }
 
 }  // namespace flashcell::cuda

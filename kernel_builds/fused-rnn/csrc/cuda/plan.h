@@ -20,6 +20,7 @@ struct Problem {
   bool aligned;      // x can be read 16 bytes at a time
   bool keeps_state;  // of the cell: batch::keeps_state
   bool clips;        // states
+  int64_t I = 0;     // the width of a layer's input that the batch engine multiplies as well
 };
 
 // Sequences of a thread block of the block engine. With four, half of the matrix instruction's
@@ -109,7 +110,7 @@ constexpr Engine select_backward(const Problem& p, const Device& device) {
 }
 
 constexpr batch::Sizes batch_sizes(const Problem& p) {
-  return {p.S, p.N, p.D, p.gates, p.io_bytes, p.keeps_state};
+  return {p.S, p.N, p.D, p.gates, p.io_bytes, p.keeps_state, false, p.I};
 }
 
 constexpr bool batch_can_run(const Problem& p, const Device& device) {
@@ -117,7 +118,19 @@ constexpr bool batch_can_run(const Problem& p, const Device& device) {
          all_hold(batch::limits(batch_sizes(p), device));
 }
 
+// Whether the batch engine runs p, the recurrence of a layer of one head, and multiplies its input
+// of I units as well. It does so for cells that read the input's product only as a part of the
+// sums.
+inline bool multiplies_input(const Problem& p, int64_t I, bool splits_gradient,
+                             const Device& device) {
+  if (splits_gradient || !batch_can_run(p, device)) return false;
+  const Engine other = select_other(p, device, false);
+  return batch::other_us(batch_sizes(p), other, device) > 0 &&  // or its time is not known
+         batch::multiplies_input(batch_sizes(p), I, p.T, other, device);
+}
+
 inline Engine select_engine(const Problem& p, const Device& device) {
+  if (p.I > 0) return Engine::kBatch;
   const Engine other = select_other(p, device, false);
   const bool faster =
       batch_can_run(p, device) && batch::is_faster(batch_sizes(p), p.T, other, device);

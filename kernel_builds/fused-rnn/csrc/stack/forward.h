@@ -22,6 +22,51 @@ inline constexpr char kLayersForwardSchema[] =
     "bool projects, int directions, bool batch_first, int width, float dropout, bool tf32, "
     "bool save, int chunk) -> (Tensor y, Tensor[] last, Tensor[] kept)";
 
+// Returns the gates of a layer's input, [N, rows, 1, G, P] in the rows of `at_gates`, which it may
+// change.
+template <typename Cell>
+Tensor multiply_inputs(const Layers<Cell>& s, Copies& copies, const Tensor& input,
+                       const Tensor& turned, const Tensor& packed, int64_t layer, bool tf32,
+                       typename Layers<Cell>::Rows& at_gates) {
+  const int64_t N = s.N, T = s.T, rows = s.rows, E = s.engine_rows, I = s.input_of(layer);
+  const int64_t width = s.G * s.P;
+  Tensor gates = new_tensor(input, {N, rows, 1, s.G, s.P}, s.io);
+  bool by_time = false;
+  for (int64_t n = 0; n < N; ++n) {
+    const Tensor& read = n == 0 || s.is_packed ? input : turned;
+    Product product{rows,
+                    width,
+                    I,
+                    1,
+                    read.const_data_ptr(),
+                    0,
+                    I,
+                    1,
+                    s.w_ih(packed, layer, n),
+                    1,
+                    I,
+                    at(gates, n * rows * width),
+                    0,
+                    width};
+    // A step reads the gates of all sequences, so a copy of the input has the order of time.
+    if (!s.is_packed && at_gates.batch > at_gates.time && copies_rows(product, s.dtype, tf32)) {
+      product.group = s.B, product.a_group = I, product.a_m = T * I;
+      by_time = true;
+    }
+    multiply(product, s.dtype, tf32, input);
+  }
+  if (by_time) at_gates = {0, width, s.B * width};
+  if (!s.is_packed) return gates;
+  Tensor brought = s.new_rows(input, {N, E, 1, s.G, s.P});
+  for (int64_t n = 0; n < N; ++n) {
+    s.enter(copies, brought, n * E * width, width, gates, {n * rows * width, 0, width}, width,
+            n == 1);
+  }
+  copies.run();
+  at_gates = {0, T * width, width};
+  return brought;
+}
+
 template <typename Cell>
 std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors weights,
                                                 std::vector<int64_t> batch_sizes, bool has_bias,
@@ -41,7 +86,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   Layers<Cell> s(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width);
   using Rows = typename Layers<Cell>::Rows;
   const int64_t L = s.L, N = s.N, T = s.T, D = s.D, P = s.P, O = s.O;
-  const int64_t rows = s.rows, E = s.engine_rows;
+  const int64_t E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
   // Padded units have outputs of 0. A product reads rows that contain them faster.
@@ -92,59 +137,36 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     copies.run();
     const bool is_top = l == L - 1;
     const int64_t I = s.input_of(l);
-    Tensor gates = new_tensor(x, {N, rows, 1, G, P}, s.io);
-    Rows at_gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
-    bool by_time = false;
-    for (int64_t n = 0; n < N; ++n) {
-      const Tensor& read = n == 0 || s.is_packed ? input : turned;
-      Product product{rows,
-                      G * P,
-                      I,
-                      1,
-                      read.const_data_ptr(),
-                      0,
-                      I,
-                      1,
-                      s.w_ih(packed, l, n),
-                      1,
-                      I,
-                      at(gates, n * rows * G * P),
-                      0,
-                      G * P};
-      // A step reads the gates of all sequences, so a copy of the input has the order of time.
-      if (!s.is_packed && at_gates.batch > at_gates.time && copies_rows(product, s.dtype, tf32)) {
-        product.group = s.B, product.a_group = I, product.a_m = T * I;
-        by_time = true;
-      }
-      multiply(product, s.dtype, tf32, x);
-    }
-    if (by_time) at_gates = {0, G * P, s.B * G * P};
-    if (s.is_packed) {
-      Tensor brought = s.new_rows(x, {N, E, 1, G, P});
-      for (int64_t n = 0; n < N; ++n) {
-        s.enter(copies, brought, n * E * G * P, G * P, gates, {n * rows * G * P, 0, G * P}, G * P,
-                n == 1);
-      }
-      copies.run();
-      gates = brought, at_gates = {0, s.T * G * P, G * P};
-    }
-    if (projects && !state.empty()) {
-      add_projected(s, copies, gates, at_gates, projected, l, tf32);
-    }
     ForwardParams p{};
     p.S = s.B, p.N = N, p.D = P, p.T = s.T;
-    p.weight = s.w_hh(packed, l), p.x = gates.const_data_ptr();
-    p.x_batch = at_gates.batch, p.x_time = at_gates.time, p.x_gate = P, p.x_head = E * G * P;
-    const auto list = list_sequences(s, gates, p.x_batch, p.x_time);
+    p.weight = s.w_hh(packed, l), p.x_gate = P, p.x_head = E * G * P;
+    if (!state.empty()) p.initial = at(initial, l * s.states());
+    Tensor gates;
+    Rows at_gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
+    const Rows at_input = l == 0 ? s.outer(I) : s.inner(I);
+    p.x_batch = at_gates.batch, p.x_time = at_gates.time;
+    const LayerInput own{I, input.const_data_ptr(), at_input.batch, at_input.time,
+                         s.w_ih(packed, l, 0)};
+    const bool may_multiply = N == 1 && !s.is_packed && !(projects && !state.empty());
+    if (may_multiply && multiplies_input<Cell>(p, I, s.dtype, tf32)) {
+      p.input = own;
+    } else {
+      gates = multiply_inputs(s, copies, input, turned, packed, l, tf32, at_gates);
+      if (projects && !state.empty()) {
+        add_projected(s, copies, gates, at_gates, projected, l, tf32);
+      }
+      p.x = gates.const_data_ptr();
+    }
+    p.x_batch = at_gates.batch, p.x_time = at_gates.time;
+    const auto list = list_sequences(s, x, p.x_batch, p.x_time);
     p.sequences = list.data();
     if (has_bias) p.bias = at(bias, l * Cell::kBias * N * P);
-    if (!state.empty()) p.initial = at(initial, l * s.states());
     // Whether the outputs of the recurrence, or of its projection, are those of the layer, perhaps
     // with padded units for the next one.
     const bool has_rows = N == 1 && !s.is_packed && (!is_top || s.has_engine_rows());
     const bool is_dense = has_rows && (projects || P == D || (s.passes_padded && !is_top));
     const bool is_strided = !is_dense && !projects && !s.is_packed && D % 2 == 0 &&
-                            writes_strided_h<Cell>(p, s.dtype, tf32, gates);
+                            writes_strided_h<Cell>(p, s.dtype, tf32, x);
     const bool is_done = is_dense || is_strided;
     const Shape done = is_top ? s.shape(O) : s.inner_shape(s.input_of(l + 1));
     Tensor h = new_tensor(x, is_done && !projects ? done : Shape{E, N * P}, s.io);
@@ -172,7 +194,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
       }
     } else {
       p.h_prev = save && h_prev.numel() > 0 ? h_prev.mutable_data_ptr() : nullptr;
-      run<Cell>(p, s.dtype, tf32, gates);
+      run<Cell>(p, s.dtype, tf32, x);
       if (save) kept.push_back(saved), kept.push_back(h_prev);
       if (projects) {
         if (save) kept.push_back(h);

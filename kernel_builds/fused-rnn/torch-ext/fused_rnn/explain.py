@@ -70,15 +70,17 @@ def explain_plan(
     steps: int = 1024,
     precision: str = "highest",
     code: Optional[str] = None,
+    input_width: int = 0,
 ) -> Plan:
     """Explains how `cell` runs on x[batch, steps, G, heads, width]: engine, tiles, grid, memory,
     and why.
 
-    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name; ``code`` the arch that the
+    With ``input_width`` it is a layer in one direction of one head, whose input of so many units is
+    multiplied too: by the engine, or by a product before it (``fields["input"]``). ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name; ``code`` the arch that the
     library's kernels were compiled for, where it is not the GPU's own. Shows itself when printed.
     The planner is a part of the kernel's binary, of the CPU's too; no GPU is needed.
     """
-    call = (cell, heads, width, batch, dtype, arch, steps, precision, code)
+    call = (cell, heads, width, batch, dtype, arch, steps, precision, code, input_width)
     return explain_with(_planner, *call)
 
 
@@ -93,8 +95,12 @@ def explain_with(
     steps: int = 1024,
     precision: str = "highest",
     code: Optional[str] = None,
+    input_width: int = 0,
 ) -> Plan:
     """Does what explain_plan does, with a planner that takes the op's arguments."""
+    check_whole("input_width", input_width, 0, "an int >= 0")
+    if input_width > 0 and heads != 1:
+        raise ValueError(f"heads is {heads}, but must be 1 where input_width is given")
     sizes = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     name, device = _check(cell, sizes, dtype, arch, precision)
     if code is not None:
@@ -102,7 +108,8 @@ def explain_with(
     element = ELEMENT_BYTES[name]
     problem = (cell, batch, steps, heads, width, element, precision == "tf32")
     what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
-    return _read(planner(*problem, *_gpu(device)), what, cell, 8 * element, device)
+    text = planner(*problem, *_gpu(device), input_width)
+    return _read(text, what, cell, 8 * element, device)
 
 
 def explain_layers(
@@ -174,6 +181,9 @@ def _read(text: str, what: str, cell: str, bits: int, device: Device) -> Plan:
     engine, engines = fields.pop("engine"), tuple(fields.pop("runs").split(","))
     tiles = TILES.get(engine)
     shown_tiles = tiles(fields) if tiles is not None else {}
+    if "input" in fields:
+        within = fields["input"] == "engine"
+        shown_tiles["input"] = "multiplied by the engine" if within else "multiplied before"
     if "backward" in fields:
         shown_tiles["backward pass"] = f"{fields['backward']} engine"
     if engine in ("block", "grid"):

@@ -80,7 +80,7 @@ struct Cells {
   }
 
   // Sets the sums to the bias (of an extra bias row, which belongs to the last gate's product, if
-  // there is one) plus x, while h is not there yet.
+  // there is one) plus x, unless the engine computes x, while h is not there yet.
   DEVICE void start(typename S::Sums& sums) const {
 #pragma unroll
     for (int m = 0; m < S::kBlocks; ++m) {
@@ -156,6 +156,7 @@ struct Cells {
     row.kept = states + own * S::kKeptUnits * 4;
     return row;
   }
+  DEVICE bool reads_x() const { return work.input_panels == 0; }
   template <int group>
   DEVICE bool inside() const {  // whether the lane's units of this group exist
     return at.unit0 + unit_of<group>() < work.D;
@@ -206,17 +207,17 @@ struct Cells {
     }
   }
 
-  // Starts to load x of a group, if its units exist; in rows that do not run, values that nobody
-  // uses.
+  // Starts to load x of a group, if its units exist, or sets it to zeros; in rows that do not run,
+  // values that nobody uses.
   template <int group>
   DEVICE void load_x(Quad (&x)[G], const Row& row) const {
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       const char* from = row.x + kIo * g * p.x_gate + unit_of<group>() * kIo;
       if constexpr (constexpr int kBytes = S::template kOfLane<group> * kIo; kBytes == 2) {
-        load_half_constant_if(x[g][0], from, inside<group>());
+        load_half_constant_if(x[g][0], from, inside<group>() && reads_x());
       } else {
-        load_constant_if<kBytes / 4>(x[g], from, inside<group>());
+        load_constant_if<kBytes / 4>(x[g], from, inside<group>() && reads_x());
       }
     }
   }

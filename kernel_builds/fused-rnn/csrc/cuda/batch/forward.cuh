@@ -22,7 +22,7 @@ struct Consumer {
     if (at.runs()) {
       typename S::Sums sums;
       cells.start(sums);
-      multiply<S>(sums, ring, turns, at.has_product(work) ? work.panels : 0);
+      multiply<S>(sums, ring, turns, at.panels(work));
       cells.begin();
       (cells.template run<i>(sums), ...);
     } else {
@@ -36,23 +36,33 @@ struct Consumer {
     for_positions<S>(p, work, [&](const Position<S>& at) {
       if (mine) {
         run_tile(std::make_integer_sequence<int, Cells<S>::kCount>(), at);
-      } else if (at.has_product(work)) {
-        ring.skip(work.panels);
+      } else {
+        ring.skip(at.panels(work));
       }
       mine ^= S::kTurns;
     });
   }
 };
 
-// The warp that fetches x of the tile's next step into L2 while the operand is copied.
+// The warp that fetches x of the tile's next step, or its share of the input, into L2 while the
+// operand is copied.
 template <typename S>
 DEVICE void fetch_inputs(const ForwardParams& p, const Work& work) {
   constexpr int kUnits = 32 / S::kIo;  // of the 32 bytes that a lane fetches of every gate
   constexpr int kLanes = (S::kUnits + kUnits - 1) / kUnits;  // for a row
   for_positions<S>(p, work, [&](const Position<S>& at) {
-    if (!at.has_product(work)) return;
+    if (at.panels(work) == 0) return;
     named_barrier_sync_diverged<kTileThreads>(kTileBarrier);
     const int t = at.t + 1;
+    if (work.input_panels > 0) {
+      if (t >= at.steps) return;
+      const char* input = at.input(work, t) + threadIdx.x % 32 * 32;
+      for (int i = at.unit0 / S::kUnits; i < work.input_panels; i += work.unit_tiles) {
+        const char* panel = input + i * at.panel_bytes(work);
+        for (int j = 0; j < Ring<S>::kOperandBytes; j += 32 * 32) prefetch_l2(panel + j);
+      }
+      return __syncwarp();
+    }
 #pragma unroll 1  // the warp has too few registers for more
     for (int i = threadIdx.x % 32; i < S::kRows * kLanes; i += 32) {
       const Column column(p, at.row0 + i / kLanes, p.x_batch);

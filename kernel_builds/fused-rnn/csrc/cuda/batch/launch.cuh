@@ -6,6 +6,10 @@
 // count up. The blocks of the same sequences wait for that count, and for nothing else. Of fp32 the
 // operands are rounded to TF32, and nothing else is.
 //
+// x may be the product of a layer's input, which the engine computes too: before the panels of h
+// the two warps copy those of the input, which wait for no other block, and the sums begin without
+// x.
+//
 // What a step needs at least, of an LSTM of 1024 units and sequences: 9.3 us for the products of a
 // tile of 256 sequences by 32 units, and 1.5 us for the 5 tanh of its cells. The loads from L2, 100
 // MB, run beside the products. In tiles that take turns, the cells and the exchange of one tile run
@@ -66,7 +70,8 @@ template <typename Cell, typename IO>
 void forward_batch(const ForwardParams& p, const Launch& launch) {
   if (p.S == 0) return;
   constexpr bool kKeeps = batch::keeps_state(kSizesOf<Cell>);
-  const batch::Sizes sizes{p.S, p.N, p.D, Cell::kGates, sizeof(IO), kKeeps, p.saved != nullptr};
+  const batch::Sizes sizes{p.S,      p.N, p.D, Cell::kGates, sizeof(IO), kKeeps, p.saved != nullptr,
+                           p.input.I};
   const int best = batch::best_tile(sizes, launch.device);
   [&]<int... i>(std::integer_sequence<int, i...>) {
     ((i == best ? batch::run_forward<Cell, IO, i>(p, sizes, launch) : void()), ...);

@@ -11,6 +11,7 @@
 #include "../../params.h"
 #include "../engine.h"
 #include "../limits.h"
+#include "costs.h"
 
 namespace flashcell::cuda::batch {
 
@@ -56,7 +57,6 @@ constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.r
 // The tiles that are compiled for a cell of so many gates: the first `count` of `list`. The last
 // `wide` of them are for cells whose state stays in shared memory, and in 16 bits for passes that
 // save nothing: in others they are slower.
-constexpr int kMostTiles = 7;
 constexpr bool saves_wide(int io_bytes) { return io_bytes == 4; }
 struct Tiles {
   int count, wide;
@@ -88,9 +88,11 @@ struct Sizes {
   int gates, io_bytes;
   bool keeps = false;  // the cell's keeps_state
   bool saves = false;  // the forward pass saves values for a backward pass
+  int64_t I = 0;       // the width of a layer's input that the engine multiplies
 
   constexpr bool has_wide() const { return keeps && (!saves || saves_wide(io_bytes)); }
-  constexpr int64_t head_bytes() const { return D * D * gates * io_bytes; }  // of the weights
+  constexpr int64_t panels() const { return panels_of(D, io_bytes) + panels_of(I, io_bytes); }
+  constexpr int64_t head_bytes() const { return D * (D + I) * gates * io_bytes; }  // of the weights
   constexpr int64_t launches() const {
     const int64_t at_once = most_weights(io_bytes) / std::max<int64_t>(head_bytes(), 1);
     return std::max<int64_t>(1, divide_up(N, std::max<int64_t>(at_once, 1)));
@@ -109,79 +111,13 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
   return divide_up(tiles, divide_up(tiles, device.sms));
 }
 
-// What a step of a launch takes, in us: for each tile of a thread block a time per panel of the
-// depth, and a time for the cells and the exchange, other ones where tiles would take turns and a
-// block has one; or, of large calls, what their loads from L2 take. Between the two the longer one
-// counts most.
-struct Cost {
-  double panel, tile, panel_alone, tile_alone;
-  double bytes;  // from L2 in a us
-};
-// Of `tiles`, for LSTMs, GRUs and Elman cells on an H200, without values to save and with them, in
-// 16 bits and in fp32: see NOTEBOOK.md, "The batch engine".
-constexpr Cost kCosts16[3][2][kMostTiles] = {{{{0.199, 3.41, 0.318, 4.69, 12.7e6},
-                                               {0.29, 3.79, 0.29, 3.79, 11.0e6},
-                                               {0.157, 2.92, 0.157, 2.92, 10.3e6},
-                                               {0.13, 1.63, 0.161, 2.72, 12.8e6},
-                                               {0.473, 4.79, 0.473, 4.79, 9.4e6},
-                                               {0.247, 5.04, 0.409, 5.94, 11.6e6},
-                                               {0.1, 7.2, 0.364, 6.2, 12e6}},
-                                              {{0.167, 5.18, 0.319, 5.46, 11.2e6},
-                                               {0.286, 4.73, 0.286, 4.73, 8.0e6},
-                                               {0.153, 3.51, 0.153, 3.51, 8.3e6},
-                                               {0.0724, 3.33, 0.169, 3.64, 10.6e6},
-                                               {0.512, 6.04, 0.512, 6.04, 7.1e6}}},
-                                             {{{0.171, 3.32, 0.228, 5.68, 12.6e6},
-                                               {0.22, 4.25, 0.22, 4.25, 10.4e6},
-                                               {0.155, 3.14, 0.155, 3.14, 11.2e6},
-                                               {0.122, 1.72, 0.17, 3.16, 11.8e6},
-                                               {0.197, 4.64, 0.297, 6.99, 11.4e6}},
-                                              {{0.0979, 5.57, 0.265, 6.1, 10.1e6},
-                                               {0.257, 5.08, 0.257, 5.08, 7.8e6},
-                                               {0.166, 3.63, 0.166, 3.63, 9.1e6},
-                                               {0.102, 2.48, 0.2, 3.46, 11.6e6}}},
-                                             {{{0.132, 2.5, 0.164, 3.56, 14.3e6},
-                                               {0.125, 1.31, 0.141, 2.44, 15.3e6},
-                                               {0.0851, 2.64, 0.164, 3.17, 11.4e6},
-                                               {0.286, 4.3, 0.286, 4.3, 9.8e6}},
-                                              {{0.106, 4.1, 0.17, 4.56, 11.5e6},
-                                               {0.101, 1.84, 0.15, 2.75, 12.8e6},
-                                               {0.0611, 3.89, 0.167, 4.17, 10.7e6},
-                                               {0.383, 5.39, 0.383, 5.39, 7.0e6}}}};
-constexpr Cost kCosts32[3][2][kMostTiles] = {{{{0.224, 3.86, 0.32, 5.34, 13.0e6},
-                                               {0.179, 3.18, 0.179, 3.18, 11.7e6},
-                                               {0.127, 1.13, 0.141, 2.3, 13.9e6},
-                                               {0.149, 1.22, 0.172, 2.8, 12.1e6},
-                                               {0.219, 7.3, 0.395, 7.03, 12.3e6}},
-                                              {{0.174, 6.72, 0.297, 7.21, 10.5e6},
-                                               {0.171, 4.14, 0.171, 4.14, 10.1e6},
-                                               {0.113, 1.64, 0.139, 2.68, 13.3e6},
-                                               {0.123, 2.3, 0.176, 3.27, 11.9e6},
-                                               {0.256, 10.5, 0.349, 9.5, 9.4e6}}},
-                                             {{{0.189, 3.67, 0.275, 5.94, 12.8e6},
-                                               {0.234, 4.81, 0.234, 4.81, 10.1e6},
-                                               {0.157, 3.41, 0.157, 3.41, 12.7e6},
-                                               {0.12, 1.99, 0.163, 3.71, 11.8e6},
-                                               {0.225, 4.75, 0.31, 7.81, 13.2e6}},
-                                              {{0.155, 6.15, 0.296, 6.57, 10.3e6},
-                                               {0.233, 6.45, 0.233, 6.45, 8.4e6},
-                                               {0.149, 4.23, 0.149, 4.23, 10.5e6},
-                                               {0.117, 2.68, 0.19, 4, 11.9e6},
-                                               {0.191, 8.18, 0.315, 9.45, 9.5e6}}},
-                                             {{{0.121, 3.69, 0.159, 4.24, 14.6e6},
-                                               {0.139, 1.32, 0.134, 2.75, 16.3e6},
-                                               {0.171, 2.28, 0.155, 3.95, 11.8e6},
-                                               {0.268, 6.56, 0.268, 6.56, 11.1e6}},
-                                              {{0.129, 5.07, 0.167, 5.13, 13.3e6},
-                                               {0.0864, 2.42, 0.137, 3.25, 12.8e6},
-                                               {0.128, 4.09, 0.152, 5, 11.4e6},
-                                               {0.307, 7.79, 0.307, 7.79, 8.1e6}}}};
-
 inline double step_us(int index, const Sizes& z, const Device& device) {
   const Tile tile = tiles(z.gates, z.io_bytes)[index];
-  const Cost& cost = (z.io_bytes == 2 ? kCosts16 : kCosts32)[cost_row(z.gates)][z.saves][index];
+  const auto& of_dtype =
+      z.io_bytes == 2 ? (z.I > 0 ? kInputCosts16 : kCosts16) : (z.I > 0 ? kInputCosts32 : kCosts32);
+  const Cost& cost = of_dtype[cost_row(z.gates)][z.saves][index];
   const double count = double(count_tiles(tile, z)), rounds = std::ceil(count / device.sms);
-  const double panels = double(panels_of(z.D, z.io_bytes));
+  const double panels = double(z.panels());
   const bool alone = tile.turns && rounds == 1;
   const double blocks = rounds * ((alone ? cost.panel_alone : cost.panel) * panels +
                                   (alone ? cost.tile_alone : cost.tile));
@@ -263,29 +199,49 @@ constexpr double step_engine_us(const Sizes& z) {
   return 4.5 + (1.25 + 0.024 * double(z.S)) * weights;
 }
 
-// Whether this engine is faster than `other`, which runs the call otherwise, by more than the costs
-// are wrong.
+constexpr double kUnknown = 1e30;
+
+// What a step of `other` takes, which would run the call otherwise.
+constexpr double other_us(const Sizes& z, Engine other, const Device& device) {
+  if (other == Engine::kGrid) return grid_us(z, device);
+  if (other == Engine::kCluster) return cluster_us(z, device);
+  if (other == Engine::kGemm) return gemm_us(z);
+  return other == Engine::kStep && z.io_bytes == 4 ? step_engine_us(z) : 0;
+}
+
+// What a step of this engine takes, with its share of what comes before the first one.
 constexpr double kLeastStep = 3.5, kPreparation = 12;  // us
-inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
-  double others;
-  if (other == Engine::kGrid) {
-    others = grid_us(z, device);
-  } else if (other == Engine::kCluster) {
-    others = cluster_us(z, device);
-  } else if (other == Engine::kGemm) {
-    others = gemm_us(z);
-  } else if (other == Engine::kStep && z.io_bytes == 4) {
-    others = step_engine_us(z);
-  } else {
-    return false;
-  }
+inline double call_us(const Sizes& z, int64_t T, const Device& device) {
   const int64_t weights = z.launch_bytes();
-  if (weights > most_weights(z.io_bytes)) return false;
+  if (weights > most_weights(z.io_bytes)) return kUnknown;
   double us = std::max(kLeastStep, step_us(best_tile(z, device), z, device));
   if (weights > kMostInL2) us = std::max(us, double(weights) / 3.7e6);
+  const double inputs = 2 * double(z.S * z.I * z.io_bytes) / kMemoryRate;
   const double copies = 2 * double(z.N * z.head_bytes()) / kMemoryRate;
-  us = us * double(z.launches()) + std::max(kPreparation, copies) / double(T);
-  return us < 0.95 * others;
+  return us * double(z.launches()) + inputs + std::max(kPreparation, copies) / double(T);
+}
+
+// Whether this engine is faster than `other` by more than the costs are wrong.
+inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
+  return call_us(z, T, device) < 0.95 * other_us(z, other, device);
+}
+
+// What the product of a layer's input of I units takes on its own, in us for each step.
+constexpr double product_us(const Sizes& z, int64_t I, int64_t T) {
+  const double gates = double(z.S) * double(z.D) * z.gates;
+  const double rate = z.io_bytes == 2 ? kProductRate16 : kProductRate32;
+  return 2 * gates * double(I) / rate + kProductCopies * gates * z.io_bytes / kMemoryRate +
+         kProductCall / double(T);
+}
+
+// Whether it is faster to multiply the input here than before a recurrence on this engine, or on
+// `other`.
+inline bool multiplies_input(Sizes z, int64_t I, int64_t T, Engine other, const Device& device) {
+  const double elsewhere = other_us(z, other, device);
+  const double before = std::min(call_us(z, T, device), elsewhere > 0 ? elsewhere : kUnknown);
+  const double apart = before + product_us(z, I, T);
+  z.I = I;
+  return call_us(z, T, device) < 0.95 * apart;
 }
 
 // What a launch works on. The operands are stored as their stages will lie in shared memory: for
@@ -293,40 +249,45 @@ inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& dev
 struct Work {
   int D, N, unit_tiles, row_tiles;
   int panels;               // of the depth
-  bool has_initial;         // whether the first step has a product
+  int input_panels;         // of the layer's input, or 0 if x is given
+  int all_panels;           // of both
+  bool has_initial;         // whether the first step reads an h
   int h_units;              // of a head that h has
   int64_t h_batch, h_time;  // strides of h
   int64_t row_capacity;     // rows of a panel of h: S rounded up to whole tiles
   int64_t operand_bytes;    // of one buffer of h
-  char* weight;             // [N, unit tiles, panels, columns] rows
+  char* weight;             // [N, unit tiles, all panels, columns] rows
   char* operand;            // [2, N, panels, row_capacity] rows: h after even and after odd steps
+  char* input;              // [T, input panels, row_capacity] rows
   float* bias;              // [N, bias rows, units of all tiles]
   unsigned* published;      // [N, row tiles], counts the warpgroups that have published their tile
   int64_t bytes;            // of the buffers
 
-  Work(const SequenceParams& p, int gates, int bias_rows, int io_bytes, const Tile& tile,
+  Work(const ForwardParams& p, int gates, int bias_rows, int io_bytes, const Tile& tile,
        void* scratch) {
     D = int(p.D), N = int(p.N), has_initial = false;
     unit_tiles = int(divide_up(p.D, tile.units)), row_tiles = int(divide_up(p.S, tile.rows()));
-    panels = int(panels_of(p.D, io_bytes));
+    panels = int(panels_of(p.D, io_bytes)), input_panels = int(panels_of(p.input.I, io_bytes));
+    all_panels = input_panels + panels;
     row_capacity = int64_t(row_tiles) * tile.rows();
     operand_bytes = int64_t(N) * panels * row_capacity * kRowBytes;
     const auto next = [](int64_t size) { return (size + 255) / 256 * 256; };
     char* const start = static_cast<char*>(scratch);
     const int64_t units = int64_t(unit_tiles) * tile.units;
     weight = start;
-    operand = weight + N * units * panels * gates * kRowBytes;
-    bias = reinterpret_cast<float*>(operand + 2 * operand_bytes);
+    operand = weight + N * units * all_panels * gates * kRowBytes;
+    input = operand + 2 * operand_bytes;
+    bias = reinterpret_cast<float*>(input + p.T * input_panels * row_capacity * kRowBytes);
     const int64_t biases = N * bias_rows * units * int64_t(sizeof(float));
     published = reinterpret_cast<unsigned*>(reinterpret_cast<char*>(bias) + next(biases));
     bytes = reinterpret_cast<char*>(published + int64_t(N) * row_tiles) - start;
   }
 };
 
-inline int64_t scratch_bytes(const SequenceParams& p, const CellSizes& cell, int io_bytes,
+inline int64_t scratch_bytes(const ForwardParams& p, const CellSizes& cell, int io_bytes,
                              const Device& device) {
   const auto bytes = [&](bool saves) {
-    const Sizes sizes{p.S, p.N, p.D, cell.gates, io_bytes, keeps_state(cell), saves};
+    const Sizes sizes{p.S, p.N, p.D, cell.gates, io_bytes, keeps_state(cell), saves, p.input.I};
     const Tile tile = tiles(cell.gates, io_bytes)[best_tile(sizes, device)];
     return Work(p, cell.gates, cell.bias_rows, io_bytes, tile, nullptr).bytes;
   };

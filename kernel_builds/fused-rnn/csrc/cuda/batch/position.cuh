@@ -47,8 +47,8 @@ struct Position {
     head = int(p.first_head) + tile / work.unit_tiles / work.row_tiles;
     unit0 = unit_tile * S::kUnits, row0 = int64_t(row_tile) * S::kRows;
     published = work.published + head * work.row_tiles + row_tile;
-    weight = work.weight +
-             (int64_t(head) * work.unit_tiles + unit_tile) * work.panels * S::kColumns * kRowBytes;
+    weight = work.weight + (int64_t(head) * work.unit_tiles + unit_tile) * work.all_panels *
+                               S::kColumns * kRowBytes;
     // The longest sequence is the first; the shuffle tells the compiler that it is one for all.
     steps = __shfl_sync(~0u, Column(p, row0).length, 0);
   }
@@ -61,11 +61,19 @@ struct Position {
     return S::kTurns ? 0 : (threadIdx.x / kWarpgroup - 1) * S::kBlocks;
   }
   DEVICE bool runs() const { return t < steps; }
-  DEVICE bool has_product(const Work& work) const { return runs() && (t > 0 || work.has_initial); }
+  DEVICE bool has_h(const Work& work) const { return runs() && (t > 0 || work.has_initial); }
+  // The panels of the product: first those of the input, then those of h.
+  DEVICE int panels(const Work& work) const {
+    return (runs() ? work.input_panels : 0) + (has_h(work) ? work.panels : 0);
+  }
   // The panels of the tile's sequences that hold h after step t.
   DEVICE char* operand(const Work& work, int t) const {
     return work.operand + (t & 1) * work.operand_bytes + head * work.panels * panel_bytes(work) +
            row0 * kRowBytes;
+  }
+  // The panels of the tile's sequences that hold the input of step t.
+  DEVICE const char* input(const Work& work, int t) const {
+    return work.input + int64_t(t) * work.input_panels * panel_bytes(work) + row0 * kRowBytes;
   }
   DEVICE static int64_t panel_bytes(const Work& work) { return work.row_capacity * kRowBytes; }
 };

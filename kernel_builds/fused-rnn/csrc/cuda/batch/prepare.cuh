@@ -25,6 +25,17 @@ union Piece {
     }
     return piece;
   }
+  // Reads the first `count` elements, and zeros behind them.
+  DEVICE static Piece load(const IO* from, int64_t count) {
+    if (count >= kCount) return load(from);
+    Piece piece;
+    piece.whole = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) piece.elements[i] = from[i];
+    }
+    return piece;
+  }
   DEVICE static Piece round(const float* from) {
     Piece piece;
 #pragma unroll
@@ -45,30 +56,60 @@ struct Threads {  // of a launch; calls body(i) for all i below count
   }
 };
 
+// Writes the panels of a layer's input. A thread block takes 64 rows of a panel at a time.
+template <typename IO>
+DEVICE void prepare_input(const LayerInput& input, int64_t S, int64_t T, const Work& work) {
+  constexpr int kPiece = Piece<IO>::kCount, kDepth = Piece<IO>::kOfPanel, kRows = 64;
+  const int64_t groups = work.row_capacity / kRows, count = T * work.input_panels * groups;
+  for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
+    const int64_t first = i % groups * kRows, plane = i / groups;
+    const int64_t t = plane / work.input_panels, panel = plane % work.input_panels;
+#pragma unroll
+    for (int j = threadIdx.x; j < kRows * 8; j += kPrepareThreads) {
+      const int piece = j % 8, row = j / 8;
+      const int64_t s = first + row, depth = panel * kDepth + piece * kPiece;
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (s < S && depth < input.I) {
+        const IO* from =
+            static_cast<const IO*>(input.data) + s * input.batch + t * input.time + depth;
+        words = Piece<IO>::load(from, input.I - depth).operand();
+      }
+      char* to = work.input + (plane * work.row_capacity + s) * kRowBytes;
+      *reinterpret_cast<uint4*>(to + (piece ^ row % 8) * 16) = words;
+    }
+  }
+}
+
 // Besides the weight it writes the states before the first step and their h, rounded, zeros past
 // the depth, the bias, and the counters. States are 0 before a step that resets.
 template <typename Cell, typename IO>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
                                                                   __grid_constant__ ForwardParams p,
                                                                   const Work work, int tile_units) {
+#if FLASHCELL_WGMMA_CODE
   constexpr int G = Cell::kGates, R = Cell::kBias;
   constexpr int kPiece = Piece<IO>::kCount, kDepth = Piece<IO>::kOfPanel;
   const int64_t D = work.D, ND = work.N * D;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   const int columns = tile_units * G;
-  const int64_t rows = int64_t(work.N) * work.unit_tiles * work.panels * columns;
+  const int64_t rows = int64_t(work.N) * work.unit_tiles * work.all_panels * columns;
   Threads::for_each(rows * 8, [&](int64_t i) {
     const int piece = int(i % 8), column = int(i / 8 % columns);
-    const int64_t block = i / 8 / columns, tile = block / work.panels;
+    const int64_t block = i / 8 / columns, tile = block / work.all_panels;
     const Place place = place_of_column(column, G, tile_units);
     const int64_t head = tile / work.unit_tiles;
     const int64_t unit = tile % work.unit_tiles * tile_units + place.unit;
-    const int64_t depth = block % work.panels * kDepth + piece * kPiece;
-    const IO* from =
-        static_cast<const IO*>(p.weight) + ((place.gate * work.N + head) * D + unit) * D + depth;
+    const int64_t panel = block % work.all_panels;
+    const bool is_input = panel < work.input_panels;
+    const int64_t depth = (panel - (is_input ? 0 : work.input_panels)) * kDepth + piece * kPiece;
+    const int64_t row = (place.gate * work.N + head) * D + unit, most = is_input ? p.input.I : D;
+    const void* weight = is_input ? p.input.weight : p.weight;
+    const IO* from = static_cast<const IO*>(weight) + row * most + depth;
     char* to = work.weight + i / 8 * kRowBytes + (piece ^ column % 8) * 16;
-    *reinterpret_cast<uint4*>(to) = unit < D && depth < D ? Piece<IO>::load(from).operand() : zeros;
+    *reinterpret_cast<uint4*>(to) =
+        unit < D && depth < most ? Piece<IO>::load(from, most - depth).operand() : zeros;
   });
+  if (work.input_panels > 0) prepare_input<IO>(p.input, p.S, p.T, work);
   Threads::for_each(work.operand_bytes / 16, [&](int64_t i) {
     const int piece = int(i % 8);
     const int64_t s = i / 8 % work.row_capacity, panel = i / 8 / work.row_capacity;
@@ -100,6 +141,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
                                   : static_cast<const float*>(p.bias)[from];
   });
   Threads::for_each(int64_t(work.N) * work.row_tiles, [&](int64_t i) { work.published[i] = 0; });
+#endif
 }
 
 }  // namespace flashcell::cuda::batch

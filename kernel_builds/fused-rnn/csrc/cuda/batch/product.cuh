@@ -65,31 +65,36 @@ constexpr int kTileBarrier = 3, kTileThreads = 64;
 template <typename S>
 DEVICE void copy_weights(const SequenceParams& p, const Work& work, Ring<S> ring) {
   for_positions<S>(p, work, [&](const Position<S>& at) {
-    if (!at.has_product(work) || threadIdx.x % 32 != 0) return;
-    for (int panel = 0; panel < work.panels; ++panel, ring.advance()) {
+    if (threadIdx.x % 32 != 0) return;
+    for (int panel = 0; panel < at.panels(work); ++panel, ring.advance()) {
       constexpr int kBytes = Ring<S>::kWeightBytes;
       ring.fill(ring.columns(), at.weight + int64_t(panel) * kBytes, kBytes);
     }
   });
 }
 
-// The warp that copies the operand, once all blocks have written it. Its arrivals at the stages'
-// barriers also order what a warpgroup keeps in shared memory before what the other one reads.
+// The warp that copies the operand: the input, then h, once all blocks have written it. Its
+// arrivals at the stages' barriers also order what a warpgroup keeps in shared memory before what
+// the other one reads.
 template <typename S>
 DEVICE void copy_operand(const SequenceParams& p, const Work& work, Ring<S> ring) {
   for_positions<S>(p, work, [&](const Position<S>& at) {
-    if (!at.has_product(work)) return;
-    const char* operand = at.operand(work, at.t + 1);  // of step t - 1, with the same parity
+    if (at.panels(work) == 0) return;
     const bool copies = threadIdx.x % 32 == 0;
-    if (copies) {
+    const auto copy = [&](const char* operand, int panels) {
+      for (int panel = 0; copies && panel < panels; ++panel, ring.advance()) {
+        ring.fill(ring.rows(), operand + panel * at.panel_bytes(work), Ring<S>::kOperandBytes);
+      }
+    };
+    copy(at.input(work, at.t), work.input_panels);
+    if (copies && at.has_h(work)) {
       if (at.t > 0) wait_acquired(at.published, at.t * work.unit_tiles * S::kWarpgroups);
       fence_proxy_async_global();
     }
     __syncwarp();
     named_barrier_sync_diverged<kTileThreads>(kTileBarrier);
-    for (int panel = 0; copies && panel < work.panels; ++panel, ring.advance()) {
-      ring.fill(ring.rows(), operand + panel * at.panel_bytes(work), Ring<S>::kOperandBytes);
-    }
+    const char* h = at.operand(work, at.t + 1);  // of step t - 1, with the same parity
+    copy(h, at.has_h(work) ? work.panels : 0);
     __syncwarp();
   });
 }

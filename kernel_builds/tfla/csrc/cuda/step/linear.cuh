@@ -20,11 +20,13 @@
 // they belong to, and multiply the sums of their group.
 //
 // Of weights of 8 and 4 bits the instructions are the limit, and not the memory; so is the start of
-// a launch, which is why the host divides the pieces.
+// a launch, which is why the host divides the pieces. Where x has one row, int4 is multiplied as
+// integers, by fewer instructions (linear_digits.cuh).
 #pragma once
 #include "common/cuda/ptx/mma.cuh"
 #include "common/cuda/ptx/programmatic_launch.cuh"
 #include "linear_copy.cuh"
+#include "linear_digits.cuh"
 #include "linear_inputs.cuh"
 #include "widen.cuh"
 
@@ -43,27 +45,15 @@ template <typename IO, typename Own>
 DEVICE void multiply_int4(const char* from, int s,
                           const Vectors<Format::kInt4, Own::kSteps, Own::kTiles>& v,
                           const uint32_t (&less)[4], float (&d)[2][Own::kTiles][4]) {
-  const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-  from += row * Own::kStride;
-  const char* const from_high = from + kRows / 2 * Own::kStride;
-  const auto scales_at = [&](const char* row) {  // of the step's four groups
-    return *reinterpret_cast<const uint2*>(row + Own::kRowBytes + 8 * s);
-  };
-  const auto scale_of = [](const uint2& four, int j) {
-    const uint32_t two = j < 2 ? four.x : four.y;
-    return __uint_as_float(j % 2 ? two & 0xffff0000u : two << 16);
-  };
-  const uint2 low_scales = scales_at(from), high_scales = scales_at(from_high);
+  const Int4Words<Own> words(from, s);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int at = kStep * s + 16 * j + 4 * quarter;
-    const uint32_t low = *reinterpret_cast<const uint32_t*>(from + at);
-    const uint32_t high = *reinterpret_cast<const uint32_t*>(from_high + at);
+    const uint32_t low = words.low(j), high = words.high(j);
     const uint32_t first[] = {widen_int4<IO, 0>(low), widen_int4<IO, 0>(high),
                               widen_int4<IO, 2>(low), widen_int4<IO, 2>(high)};
     const uint32_t second[] = {widen_int4<IO, 1>(low), widen_int4<IO, 1>(high),
                                widen_int4<IO, 3>(low), widen_int4<IO, 3>(high)};
-    const float low_scale = scale_of(low_scales, j), high_scale = scale_of(high_scales, j);
+    const float low_scale = words.low_scale(j), high_scale = words.high_scale(j);
 #pragma unroll
     for (int t = 0; t < Own::kTiles; ++t) {
       const uint4& x = v[j][t];
@@ -154,18 +144,24 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
   pdl_wait();
   pdl_launch_dependents();
 
-  const Kept<kFormat, kSteps, kTiles> kept{memory + Own::kRingBytes,
-                                           smaller(int(p.B), kMostColumns)};
+  const KeptOf<Own> kept{memory + Own::kRingBytes,
+                         Own::kTakesDigits ? K : smaller(int(p.B), kMostColumns)};
   uint32_t less[4];  // takes away what widened int4 weights have too much
 #pragma unroll
   for (uint32_t& word : less) word = keep(less_of_int4<IO>());
+  [[maybe_unused]] int zeros[4];
+#pragma unroll
+  for (int& word : zeros) word = int(keep(kZero));
   int stage = 0;
   for (int pass = first_pass; pass < passes; pass += side_by_side) {
     const int first_column = pass * kMostColumns;
     const int B = smaller(int(p.B) - first_column, kMostColumns);
     [[maybe_unused]] float factor[kTiles][2];  // of the norm, for the lane's columns
     if (pass > first_pass) __syncthreads();    // until then x and sums are read
-    if (keeps || kNorm) {
+    if constexpr (Own::kTakesDigits) {
+      squares[warp][0] = read_digits<IO, Own, kNorm>(p, kept);
+      __syncthreads();
+    } else if (keeps || kNorm) {
       if (keeps) kept.write_zeros();
       read_x<IO, Own, kNorm>(p, kept, keeps, first_column, B, squares[warp]);
       __syncthreads();
@@ -182,8 +178,11 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
       }
     }
     // Writes the outputs of a tile from its sums.
-    const auto finish = [&](const Place& place, const float (&d)[kTiles][4]) {
+    const auto finish = [&](const Place& place, float (&d)[kTiles][4]) {
       const Linear& linear = p.linears[place.which];
+      if constexpr (Own::kTakesDigits) {
+        if (linear.scale != nullptr) join_digits(d[0]);
+      }
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) {
         const int t = i / 4, element = i % 4, column = t * kColumns + 2 * quarter + element % 2;
@@ -251,6 +250,15 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
       };
       if (!Own::kPlain && linear.scale == nullptr) {
         add(Constant<Format::kPlain>{});
+      } else if constexpr (Own::kTakesDigits) {
+        for (int piece = place.piece; piece < last; ++piece) {
+          const char* from = arrived();
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) {
+            multiply_digits<Own>(from, s, piece * kSteps + s, kept, zeros, parts);
+          }
+          next_piece();
+        }
       } else if (!keeps) {
         add(Constant<kFormat>{});
       } else {
@@ -291,14 +299,21 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
   }
 }
 
+// Launches a kernel, unless it takes digits and those do not fit; returns whether it did.
 template <typename IO, typename Own>
-void launch_tiles(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
+bool launch_tiles(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
   const Order order = Order::make<Own>(p, device.sms);
-  if (order.blocks == 0 || p.B == 0) return;
+  if (order.blocks == 0 || p.B == 0) return true;
   const int64_t columns = Own::kTiles * kColumns, rows = p.B < columns ? p.B : columns;
-  const int64_t kept = Kept<Own::kFormat, Own::kSteps, Own::kTiles>::bytes(p.K, rows);
+  int64_t kept;
+  if constexpr (Own::kTakesDigits) {
+    kept = Digits<Own>::bytes(p.K);
+  } else {
+    kept = KeptOf<Own>::bytes(p.K, rows);
+  }
   const int64_t most = device.shared_bytes - Own::kSumBytes;
   const bool keeps = p.K > 0 && Own::kRingBytes + kept <= most;
+  if (Own::kTakesDigits && (!keeps || p.B > 1)) return false;
   // Passes over a small matrix run side by side.
   const int64_t passes = (p.B + columns - 1) / columns, most_at_once = device.sms / order.blocks;
   const int64_t at_once = passes < most_at_once ? passes : most_at_once;
@@ -311,6 +326,7 @@ void launch_tiles(const LinearStepParams& p, const Device& device, cudaStream_t 
   const bool norm = p.norm != nullptr && p.K > 0;  // zero columns have no mean
   const auto kernel = norm ? linear_step_kernel<IO, Own, true> : linear_step_kernel<IO, Own, false>;
   launch(kernel, grid, p, order, keeps);
+  return true;
 }
 
 }  // namespace
@@ -325,6 +341,10 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   } else if (p.B > kColumns) {
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 2, kFewWarps>>(p, device, stream);
   } else if (device.shared_bytes >= kSharedOfMany && device.code.arch < 120) {
+    if constexpr (kInt4) {
+      using Integers = Shape<kFormat, kOwnSteps, kOwnStages, 1, kManyWarps, true>;
+      if (launch_tiles<IO, Integers>(p, device, stream)) return;
+    }
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 1, kManyWarps>>(p, device, stream);
   } else {
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 1, kFewWarps>>(p, device, stream);

@@ -35,13 +35,15 @@ constexpr int kMostShared = 227 << 10, kLeastShared = 0;
 #endif
 
 // What a kernel is compiled for.
-template <Format kFormat_, int kSteps_, int kStages_, int kTiles_, int kWarps_>
+template <Format kFormat_, int kSteps_, int kStages_, int kTiles_, int kWarps_,
+          bool kDigits_ = false>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
   static constexpr int kSteps = kSteps_, kStages = kStages_, kTiles = kTiles_, kWarps = kWarps_;
   static constexpr bool kTuring = kSteps == kTuringSteps && kStages == kTuringStages;
   static constexpr bool kPlain = kFormat == Format::kPlain, kInt4 = kFormat == Format::kInt4;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kTakesDigits = kDigits_;  // linear_digits.cuh
 
   // A piece of a tile: its 16 rows by kSteps steps of the depth. Bytes from row to row: two rows at
   // once share no bank, with scales by their stride (but where 16-bit weights of the same call use
@@ -132,6 +134,35 @@ struct Order {
     while (place.row >= of[place.which].rows) {
       place.row = 0, place.pieces = of[++place.which].pieces;
     }
+  }
+};
+
+// What a lane has of a step of int4: in a row of the tile's first 8 and in one of its last 8 a word
+// of each of four groups, and these groups' factors.
+template <typename Own>
+class Int4Words {
+ public:
+  DEVICE Int4Words(const char* from, int s)
+      : words_(from + threadIdx.x % 32 / 4 * Own::kStride + kStep * s + threadIdx.x % 4 * 4) {
+    const char* const scales = from + threadIdx.x % 32 / 4 * Own::kStride + Own::kRowBytes + 8 * s;
+    low_ = *reinterpret_cast<const uint2*>(scales);
+    high_ = *reinterpret_cast<const uint2*>(scales + kHigh);
+  }
+  DEVICE uint32_t low(int j) const { return *reinterpret_cast<const uint32_t*>(words_ + 16 * j); }
+  DEVICE uint32_t high(int j) const {
+    return *reinterpret_cast<const uint32_t*>(words_ + kHigh + 16 * j);
+  }
+  DEVICE float low_scale(int j) const { return scale_of(low_, j); }
+  DEVICE float high_scale(int j) const { return scale_of(high_, j); }
+
+ private:
+  static constexpr int kHigh = kRows / 2 * Own::kStride;
+  const char* words_;
+  uint2 low_, high_;
+
+  DEVICE static float scale_of(const uint2& four, int j) {
+    const uint32_t two = j < 2 ? four.x : four.y;
+    return __uint_as_float(j % 2 ? two & 0xffff0000u : two << 16);
   }
 };
 

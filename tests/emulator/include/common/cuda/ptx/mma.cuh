@@ -98,6 +98,35 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   mma<IO>(d, a, b0, b1, d);
 }
 
+inline void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                     const int (&c)[4]) {
+  uint32_t given[10] = {a[0], a[1], a[2], a[3], b0, b1}, answer[4];
+  std::memcpy(given + 6, c, sizeof c);
+  emulator::collective(given, answer, [](emulator::Warp& warp) {
+    const auto value = [](uint32_t word, int e) { return int(int8_t(word >> (8 * e))); };
+    int left[16][32], right[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint32_t* words = warp.given[lane];
+      const int r = lane / 4, q = lane % 4;
+      for (int e = 0; e < 8; ++e) {
+        const int half = e / 4, k = half * 16 + q * 4 + e % 4;
+        left[r][k] = value(words[2 * half], e % 4);
+        left[r + 8][k] = value(words[2 * half + 1], e % 4);
+        right[k][r] = value(words[4 + half], e % 4);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        int sum = int(warp.given[lane][6 + i]);
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; ++k) sum += left[row][k] * right[k][column];
+        warp.answer[lane][i] = uint32_t(sum);
+      }
+    }
+  });
+  std::memcpy(d, answer, sizeof d);
+}
+
 inline uint32_t keep(uint32_t value) { return value; }
 inline float keep_float(float value) { return value; }
 
