@@ -15,15 +15,16 @@ LINEARS += [(40, 200, [20]), (2, 0, [24])]
 # No whole piece of 8 or 4 bits, or more than one for each of 8 warps.
 EIGHT_BITS = [
     (1, 16, [24]),
-    (2, 1104, [40, 17]),
     (3, 48, [24, 17]),
     (8, 1104, [40]),
     (17, 2320, [33]),
     (2, 0, [24]),
 ]
+# One row of x is multiplied as integers, unless it does not fit in shared memory.
 INT4 = [
     (1, 64, [24]),
-    (2, 1088, [40, 17]),
+    (1, 1088, [40, 17]),
+    (1, 36864, [40]),
     (3, 192, [24, 17]),
     (8, 1088, [40]),
     (17, 2368, [33]),

@@ -126,23 +126,24 @@ cuda::Launch prepare(const BackwardParams& p, Dtype dtype, bool tf32, const Tens
 }
 
 // Whether the batch engine will run the call and compute x from the layer's input of I units.
-// FLASHCELL_CUDA_INPUT=engine|product overrides the planner's choice.
+// FLASHCELL_CUDA_INPUT=engine|product overrides the planner's choice where that engine runs.
 template <typename Cell>
 bool multiplies_input(ForwardParams p, int64_t I, Dtype dtype, bool tf32) {
-  if (Cell::kSplitGrad || dtype == Dtype::kDouble) return false;
-  choose_heads(p);
-  const cuda::Problem problem = problem_of<Cell>(p, dtype, tf32);
-  const cuda::Device device = cuda::current_device();
-  if (!cuda::batch_can_run(problem, device)) return false;
-  const bool is_asked = !of_environment("FLASHCELL_CUDA_ENGINE").empty();
-  if (is_asked && engine_for(problem, device, false) != cuda::Engine::kBatch) return false;
   const std::string_view wanted = of_environment("FLASHCELL_CUDA_INPUT");
   STD_TORCH_CHECK(wanted.empty() || wanted == "engine" || wanted == "product",
                   "FLASHCELL_CUDA_INPUT is ", wanted, ", but must be engine or product");
-  if (!wanted.empty()) return wanted == "engine";
-  if (!is_asked) return cuda::multiplies_input(problem, I, Cell::kSplitGrad, device);
+  if (Cell::kSplitGrad || dtype == Dtype::kDouble || wanted == "product") return false;
+  choose_heads(p);
+  const cuda::Problem problem = problem_of<Cell>(p, dtype, tf32);
+  const cuda::Device device = cuda::current_device();
+  const bool is_asked = !of_environment("FLASHCELL_CUDA_ENGINE").empty();
+  if (wanted.empty() && !is_asked) {
+    return cuda::multiplies_input(problem, I, Cell::kSplitGrad, device);
+  }
+  if (engine_for(problem, device, false) != cuda::Engine::kBatch) return false;
   const cuda::batch::Sizes sizes = cuda::batch_sizes(problem);
-  return cuda::batch::multiplies_input(sizes, I, p.T, cuda::Engine::kBatch, device);
+  return !wanted.empty() ||
+         cuda::batch::multiplies_input(sizes, I, p.T, cuda::Engine::kBatch, device);
 }
 
 // Whether the engine that will run the call can write h with strides and fewer units.

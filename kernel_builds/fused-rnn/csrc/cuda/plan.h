@@ -125,8 +125,9 @@ inline bool multiplies_input(const Problem& p, int64_t I, bool splits_gradient,
                              const Device& device) {
   if (splits_gradient || !batch_can_run(p, device)) return false;
   const Engine other = select_other(p, device, false);
-  return batch::other_us(batch_sizes(p), other, device) > 0 &&  // or its time is not known
-         batch::multiplies_input(batch_sizes(p), I, p.T, other, device);
+  const batch::Sizes sizes = batch_sizes(p);
+  return batch::other_us(sizes, other, device) > 0 &&
+         batch::multiplies_input(sizes, I, p.T, other, device);
 }
 
 inline Engine select_engine(const Problem& p, const Device& device) {

@@ -49,8 +49,10 @@ def linear_step(
     weight is read once for 16 rows of x (on Turing 8), at the memory's speed; more rows are a product for cuBLAS. There
     weights and scales may be read before the kernel ahead on the stream has ended: that must not write them.
     The reference computes float8_e4m3fn on a CPU, and on CUDA 8 bits where K is no multiple of 16, and 4
-    bits where it is none of 64. int4 on CUDA adds 136 or 72 times x before it takes that away, so an
-    infinite x is NaN there.
+    bits where it is none of 64. int4 on CUDA in 16 bits: where x has one row its products are those of
+    integers, and of 64 values of x each is rounded to 2^-22 of the largest; where it has more, 136 or 72
+    times x is added and taken away again. So an infinite x is NaN, and a row's last bits depend on
+    whether it is alone.
     ValueError and TypeError name the argument.
     """
     _check("linear_step", x, weights, biases, norm_weight, residual, scales=scales)

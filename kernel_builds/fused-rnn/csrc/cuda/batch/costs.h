@@ -117,9 +117,9 @@ constexpr Cost kInputCosts32[3][2][kMostTiles] = {{{{0.249, 3.16, 0.222, 5.55, 1
                                                     {0.134, 3.53, 0.134, 5.29, 10.1e6},
                                                     {0.294, 6.86, 0.294, 6.86, 9.88e6}}}};
 
-// The product of a layer's input on its own, by cuBLAS: multiply-adds in a us, in 16 bits and in
-// TF32; how often its result is as good as written or read; and us for each call.
-constexpr double kProductRate16 = 800e6, kProductRate32 = 480e6;
-constexpr double kProductCopies = 1.4, kProductCall = 35;
+// The product of a layer's input on its own, by cuBLAS: operations in a us, in 16 bits and in TF32;
+// how often its result is as good as written or read; and us for its launches in each call.
+constexpr double kProductRate16 = 700e6, kProductRate32 = 380e6;
+constexpr double kProductCopies = 1.4, kProductCall = 20;
 
 }  // namespace flashcell::cuda::batch

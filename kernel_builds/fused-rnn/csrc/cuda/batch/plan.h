@@ -201,7 +201,7 @@ constexpr double step_engine_us(const Sizes& z) {
 
 constexpr double kUnknown = 1e30;
 
-// What a step of `other` takes, which would run the call otherwise.
+// What a step of `other` takes, which would run the call otherwise; 0 if that is not known.
 constexpr double other_us(const Sizes& z, Engine other, const Device& device) {
   if (other == Engine::kGrid) return grid_us(z, device);
   if (other == Engine::kCluster) return cluster_us(z, device);
@@ -227,21 +227,23 @@ inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& dev
 }
 
 // What the product of a layer's input of I units takes on its own, in us for each step.
-constexpr double product_us(const Sizes& z, int64_t I, int64_t T) {
+constexpr double product_us(const Sizes& z, int64_t I) {
   const double gates = double(z.S) * double(z.D) * z.gates;
   const double rate = z.io_bytes == 2 ? kProductRate16 : kProductRate32;
-  return 2 * gates * double(I) / rate + kProductCopies * gates * z.io_bytes / kMemoryRate +
-         kProductCall / double(T);
+  return 2 * gates * double(I) / rate + kProductCopies * gates * z.io_bytes / kMemoryRate;
 }
 
 // Whether it is faster to multiply the input here than before a recurrence on this engine, or on
-// `other`.
+// `other`. What the product's launches take counts only where this engine runs the recurrence
+// anyway: short calls of few sequences would leave faster engines for its sake.
 inline bool multiplies_input(Sizes z, int64_t I, int64_t T, Engine other, const Device& device) {
+  I = panels_of(I, z.io_bytes) * depth_of_panel(z.io_bytes);  // as wide as with padded units
+  const double own = call_us(z, T, device) + kProductCall / double(T);
   const double elsewhere = other_us(z, other, device);
-  const double before = std::min(call_us(z, T, device), elsewhere > 0 ? elsewhere : kUnknown);
-  const double apart = before + product_us(z, I, T);
+  const double before = elsewhere == 0 || own < elsewhere ? own : elsewhere;
+  const double apart = before + product_us(z, I);
   z.I = I;
-  return call_us(z, T, device) < 0.95 * apart;
+  return call_us(z, T, device) < 0.97 * apart;
 }
 
 // What a launch works on. The operands are stored as their stages will lie in shared memory: for

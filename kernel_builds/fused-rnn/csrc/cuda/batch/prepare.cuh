@@ -1,5 +1,6 @@
 // The kernel that brings a call's operands into the layout of layout.cuh, once a call.
 #pragma once
+#include "common/cuda/ptx/wgmma.cuh"
 #include "layout.cuh"
 
 namespace flashcell::cuda::batch {
@@ -141,6 +142,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
                                   : static_cast<const float*>(p.bias)[from];
   });
   Threads::for_each(int64_t(work.N) * work.row_tiles, [&](int64_t i) { work.published[i] = 0; });
+#else
+  __trap();  // the planner chooses this engine only where it is compiled for 9.0a
 #endif
 }
 

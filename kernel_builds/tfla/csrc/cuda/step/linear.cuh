@@ -341,9 +341,9 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   } else if (p.B > kColumns) {
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 2, kFewWarps>>(p, device, stream);
   } else if (device.shared_bytes >= kSharedOfMany && device.code.arch < 120) {
-    if constexpr (kInt4) {
+    if constexpr (kInt4) {  // GPUs since 10.0 may be slow at int8: none was measured
       using Integers = Shape<kFormat, kOwnSteps, kOwnStages, 1, kManyWarps, true>;
-      if (launch_tiles<IO, Integers>(p, device, stream)) return;
+      if (device.code.arch < 100 && launch_tiles<IO, Integers>(p, device, stream)) return;
     }
     launch_tiles<IO, Shape<kFormat, kOwnSteps, kOwnStages, 1, kManyWarps>>(p, device, stream);
   } else {

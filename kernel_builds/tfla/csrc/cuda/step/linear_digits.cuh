@@ -1,7 +1,7 @@
 // One row of x of linear.cuh as integers, for weights of int4 and the matrix instruction of int8:
 // three instructions make eight weights its left operand.
 //
-// 64 values of x are 2^e X with integers X of at most 22 bits and a sign, X = d0 + 256 d1 + 65536
+// 64 values of x are 2^e X with integers X from -2^22 to 2^22, X = d0 + 256 d1 + 65536
 // d2 with digits from -128 to 127. Each digit is a column of the right operand, so that the sums of
 // a group's products are exact: 2^e (S0 + 256 S1 + 65536 S2). fp32 adds them up, times the group's
 // factor. Values below 2^-14 of the largest of the 64 (fp16: 2^-11) are rounded, to 2^-22 of it.

@@ -26,6 +26,11 @@ constexpr int kTuringSteps = 2, kTuringStages = 2;
 
 // Of the GPUs that run this code, the most shared memory for which there is a kernel, and the least
 // that a thread block may have, or 0 if that is not known.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kMayTakeDigits = false;
+#else
+constexpr bool kMayTakeDigits = true;
+#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kMostShared = kSharedOfFew, kLeastShared = 0;
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -60,6 +65,7 @@ struct Shape {
   static_assert(kRingBytes + kSumBytes <= kSharedBytes);
   // Whether launch_linear_step may choose the kernel where this code runs.
   static constexpr bool kRuns = kIsTuring == kTuring && kSharedBytes <= kMostShared &&
+                                (kMayTakeDigits || !kTakesDigits) &&
                                 (kTiles > 1 || kWarps > kFewWarps || kLeastShared < kSharedOfMany);
 };
 
