@@ -8,13 +8,14 @@ import torch
 from arch_cases import skip_unless_offered
 from cases import DEVICE, Case
 from numerics import EPS, assert_bitwise, assert_close
-from ops.fused_rnn.engine_cases import TILES
 from ops.fused_rnn.test_layers import make
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 WAYS = ["engine", "product"]  # what multiplies the input
 
-SIZES = [*TILES, (4096, 128), (2816, 128)]
+# Sequences and units, by which the engine takes every kind of tile together with an input.
+SIZES = [(768, 264), (768, 304), (1300, 304), (1300, 512), (1300, 656), (2048, 128), (2816, 264)]
+SIZES += [(4096, 264)]
 cuda_alone = pytest.mark.skipif(DEVICE != "cuda", reason="CUDA alone has the batch engine")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
