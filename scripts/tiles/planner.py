@@ -34,7 +34,7 @@ int main() {
   while (std::cin >> cell >> p.S >> p.T >> p.N >> p.D >> p.io_bytes >> p.tf32 >> d.arch >>
          d.code.arch >> d.code.sm_90a >> d.sms >> d.shared_bytes >> input) {
     const cuda::CellSizes sizes = sizes_of(AllCells(), cell);
-    p.gates = sizes.gates, p.aligned = true;
+    p.gates = sizes.gates, p.aligned = true, p.keeps_state = cuda::batch::keeps_state(sizes);
     std::cout << cuda::explain(sizes, p, input, d) << std::endl;
   }
 }
