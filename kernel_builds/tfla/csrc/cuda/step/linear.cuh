@@ -305,12 +305,7 @@ bool launch_tiles(const LinearStepParams& p, const Device& device, cudaStream_t 
   const Order order = Order::make<Own>(p, device.sms);
   if (order.blocks == 0 || p.B == 0) return true;
   const int64_t columns = Own::kTiles * kColumns, rows = p.B < columns ? p.B : columns;
-  int64_t kept;
-  if constexpr (Own::kTakesDigits) {
-    kept = Digits<Own>::bytes(p.K);
-  } else {
-    kept = KeptOf<Own>::bytes(p.K, rows);
-  }
+  const int64_t kept = KeptOf<Own>::bytes(p.K, rows);
   const int64_t most = device.shared_bytes - Own::kSumBytes;
   const bool keeps = p.K > 0 && Own::kRingBytes + kept <= most;
   if (Own::kTakesDigits && (!keeps || p.B > 1)) return false;

@@ -27,7 +27,7 @@ struct Digits {
   static __host__ DEVICE int whole(int64_t K) {
     return int((K + kOfPiece - 1) / kOfPiece * kOfPiece);
   }
-  static int64_t bytes(int64_t K) { return whole(K) * kDigits + whole(K) / kOfUnit * 4; }
+  static int64_t bytes(int64_t K, int64_t) { return whole(K) * kDigits + whole(K) / kOfUnit * 4; }
   DEVICE Digits(char* digits, int K) : digits(digits), values(whole(K)) {}
 
   // Returns 2^e of the 64 values number i.
