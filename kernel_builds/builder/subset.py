@@ -27,6 +27,7 @@ SUBSET = {
         "gemm": ("gru", "slstm"),
         "fma": ("gru", "slstm"),
         "batch": ("gru",),
+        "wide": ("gru",),
         "step": ("gru", "rnn", "slstm"),
         "cell": ("gru", "slstm"),
         "cut": ("gru", "slstm"),

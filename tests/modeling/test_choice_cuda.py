@@ -18,7 +18,7 @@ from torch_twins import SEQUENCES, as_file, flatten
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ENGINES = ("block", "cluster", "grid", "step", "gemm", "fma", "batch")
+ENGINES = ("block", "cluster", "grid", "step", "gemm", "fma", "batch", "wide")
 CALLS = "", "packed ", "projected "
 GROUPS = {
     "torch": [f"{call}{g}" for call in CALLS for g in ("cudnn", "cudnn-small")],

@@ -97,6 +97,21 @@ FMA = [
     Case(20, 7, 1, 256, (*MASKS, "clip")),
     Case(516, 3, 2, 24, ("state",)),  # too many sequences for a product in parts
 ]
+# One to three heads, in one launch or several; one group of thread blocks or several; passes of two,
+# four and eight sequences, and several passes; the operand staged in one piece or several.
+WIDE = [
+    Case(1, 9, 1, 260, ("state",)),
+    Case(2, 5, 2, 300, MASKS),
+    Case(3, 7, 1, 264, MASKS),
+    Case(4, 6, 2, 520, ("state", "cu", "reset", "hold")),
+    Case(8, 5, 3, 768, ("state", "lengths", "reset")),
+    Case(13, 5, 2, 400, (*MASKS, "clip")),
+    Case(40, 4, 1, 512, MASKS),
+    Case(70, 4, 1, 272, ("state", "lengths")),
+    Case(81, 3, 1, 580, ("state",)),  # fewer groups than would fit
+    Case(6, 5, 1, 1280, MASKS),
+    Case(17, 3, 1, 1144, ("state",)),
+]
 # Widths that are no multiple of a 16-byte vector: they run padded.
 ODD = [
     Case(3, 7, 2, 13, MASKS),
@@ -141,6 +156,11 @@ TINY = {
             Case(B, 2, 1, D, MASKS)
             for B, D in ((1, 104), (70, 104), (141, 104), (1, 136), (70, 136))
         ),
+    ],
+    "wide": [
+        Case(1, 3, 1, 260, MASKS),
+        Case(3, 3, 1, 264, MASKS),
+        Case(11, 2, 2, 272, MASKS),
     ],
     "step": [
         Case(1, 1, 1, 16, ("state",)),

@@ -42,13 +42,55 @@ void print_pass(const std::string& way, const std::vector<grid::Shape>& shapes, 
   }
 }
 
+// How the wide engine divides a call, computed from its description alone.
+struct Wide {
+  struct Way {
+    long staged, bytes;
+  };
+  long heads = 0, groups, units, tile;
+  Way forward, backward;
+};
+Wide::Way wide_way(long rows, long depth, long task_rows, long units, long tile, CellSizes c,
+                   long shared_bytes) {
+  const auto up = [](long a, long b) { return (a + b - 1) / b * b; };
+  const long columns = tile <= 2 ? 2 : tile <= 4 ? 4 : 8, tasks = up(rows, task_rows) / task_rows;
+  if (tasks > 12) return {0, 0};
+  const long chunks = up(std::min(depth, 1536l), 128) / 128;
+  const long slices = std::min(std::max(12 / tasks, 1l), chunks);
+  const long sums = std::max(slices * tasks * 4 * columns, c.bias_rows * units * columns);
+  const long places = up(14 * tile, 4) + 8 * tile, states = up(tile * units * c.states, 4);
+  const long weights = places + states + up(sums, 4) + rows * depth;
+  const long room = std::max(0l, shared_bytes / 4 - weights) / columns / 128 * 128;
+  const long staged = std::min({room, 1536l, up(depth, 128)});
+  return {staged, 4 * (weights + columns * staged)};
+}
+Wide divide(const Problem& p, CellSizes c, const Device& d) {
+  const CellSizes most{c.gates, 4, c.gates + 1, 7, true, true};
+  for (long heads = std::min<long>(p.N, d.sms); heads > 0; --heads) {
+    for (long groups = (p.S + 7) / 8; groups > 0; --groups) {
+      const long blocks = d.sms / heads / groups, tile = (p.S + groups - 1) / groups;
+      if (blocks == 0 || tile > 64) continue;
+      const long units = (p.D + blocks - 1) / blocks, task = c.gates == 3 ? 3 : 4;
+      if (units * (tile <= 2 ? 2 : tile <= 4 ? 4 : 8) > 384) continue;
+      const auto way = [&](bool back, const CellSizes& cell) {
+        return back ? wide_way(units, c.gates * p.D, 4, units, tile, cell, d.shared_bytes)
+                    : wide_way(c.gates * units, p.D, task, units, tile, cell, d.shared_bytes);
+      };
+      const long least = std::min<long>(256, (p.D + 127) / 128 * 128);
+      if (way(false, most).staged < least || way(true, most).staged < 256) continue;
+      return {heads, groups, units, tile, way(false, c), way(true, c)};
+    }
+  }
+  return {};
+}
+
 template <typename Cell>
 void print_plan(Problem p, const Device& d) {
   constexpr int G = Cell::kGates, K = Cell::kStates, V = Cell::kSaved, R = Cell::kBias;
   const int e = p.io_bytes;
   const bool keeps = K - !kSizesOf<Cell>.reads_h == 1;
   p.gates = G, p.keeps_state = keeps;
-  const char* names[] = {"block", "cluster", "grid", "step", "gemm", "fma", "batch"};
+  const char* names[] = {"block", "cluster", "grid", "step", "gemm", "fma", "batch", "wide"};
   const Engine engine = select_engine(p, d);
   const int tile = tile_of(engine, p, d);
   const long tiles = (p.S + tile - 1) / tile;
@@ -57,6 +99,7 @@ void print_plan(Problem p, const Device& d) {
   const Engine own = select_matrix(p, d);
   if (engine == Engine::kGemm) print("instead_of", names[int(select_own(p, d))]);
   if (engine == Engine::kFma) print("instead_of", names[int(own)]);
+  if (engine == Engine::kWide) print("instead_of", names[int(select_stepwise(p, d, false))]);
   if (engine == Engine::kBatch) print("instead_of", names[int(select_other(p, d, false))]);
   if (own == Engine::kBlock) runs += "block,";
   if (own != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
@@ -69,7 +112,10 @@ void print_plan(Problem p, const Device& d) {
   if (fma && (blocks == 1 || d.code.arch >= 90)) runs += ",fma";
   const bool multiplies = e == 2 || (p.tf32 && d.code.arch >= 80);
   const bool batch = multiplies && p.T > 1 && p.D * e % 16 == 0 && d.code.sm_90a;
-  print("runs", runs + (batch && p.S * p.N * p.D < 1l << 30 ? ",batch" : ""));
+  if (batch && p.S * p.N * p.D < 1l << 30) runs += ",batch";
+  const bool exact_can = e == 4 && p.T > 1 && p.D % 4 == 0 && p.D > 256 && d.code.sm_90a;
+  const Wide wide_form = exact_can ? divide(p, kSizesOf<Cell>, d) : Wide{};
+  print("runs", runs + (wide_form.heads > 0 ? ",wide" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
   const Engine backward = select_backward(p, d);
   if (backward != engine) print("backward", names[int(backward)]);
@@ -83,6 +129,16 @@ void print_plan(Problem p, const Device& d) {
     print("backward.threads", (back + 31) / 32 * 32);
     print("forward.shared_bytes", fma::forward_memory(sizes, p.D, tile).bytes());
     print("backward.shared_bytes", fma::backward_memory(sizes, p.D, tile).bytes());
+  }
+  if (engine == Engine::kWide) {
+    const Wide& w = wide_form;
+    print("tile", w.tile), print("pass", w.tile <= 2 ? 2 : w.tile <= 4 ? 4 : 8);
+    print("groups", (p.S + w.tile - 1) / w.tile), print("heads", w.heads);
+    print("launches", (p.N + w.heads - 1) / w.heads);
+    print("members", (p.D + w.units - 1) / w.units), print("units", w.units);
+    print("forward.staged", w.forward.staged), print("backward.staged", w.backward.staged);
+    print("forward.shared_bytes", w.forward.bytes);
+    print("backward.shared_bytes", w.backward.bytes);
   }
   if (engine == Engine::kBatch) {
     const batch::Sizes sizes{p.S, p.N, p.D, G, e, keeps};

@@ -219,7 +219,7 @@ def test_the_op_refuses_what_the_engine_has_not(fused_rnn):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda")
-@pytest.mark.parametrize("engine", ["block", "cluster", "grid", "gemm", "fma", "batch"])
+@pytest.mark.parametrize("engine", ["block", "cluster", "grid", "gemm", "fma", "batch", "wide"])
 def test_engines_without_a_bound_refuse(fused_rnn, engine, monkeypatch):
     call = make(CELLS["lstm"], Case(3, 4, 1, 64), torch.float32)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)

@@ -18,6 +18,7 @@ from ops.fused_rnn.engine_cases import (
     HUGE,
     ODD,
     TINY,
+    WIDE,
 )
 from ops.fused_rnn.test_sequence import run, upstream
 
@@ -99,7 +100,8 @@ def test_odd_widths(fused_rnn, name, case, dtype):
 @pytest.mark.parametrize(
     ("engine", "case"),
     [("gemm", c) for c in [GEMM[1], GEMM[2], ODD[1], ODD[3]]]
-    + [("fma", c) for c in [*FMA, *ODD[:3]]],
+    + [("fma", c) for c in [*FMA, *ODD[:3]]]
+    + [("wide", c) for c in [*WIDE, ODD[3]]],
     ids=str,
 )
 def test_exact_fp32(fused_rnn, monkeypatch, name, engine, case):
@@ -187,12 +189,13 @@ def test_cuda_graph(fused_rnn, name, case):
         ("batch", Case(300, 3, 1, 384)),
         ("fma", Case(8, 4, 2, 64)),
         ("fma", Case(40, 4, 1, 256)),
+        ("wide", Case(8, 4, 1, 512)),
     ],
     ids=str,
 )
 def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
     """Other streams keep the GPU busy: of 10,000 launches none hangs, and all give the same bits."""
-    dtype = torch.float32 if engine == "fma" else torch.bfloat16
+    dtype = torch.float32 if engine in ("fma", "wide") else torch.bfloat16
     skip_unless_offered(fused_rnn, engine, "lstm", case, dtype)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     call = make(CELLS["lstm"], case, dtype)

@@ -95,7 +95,7 @@ def test_every_field_is_what_the_launch_does(fused_rnn, directly):
         block = "block" in (fields["engine"], fields.get("instead_of"))  # no engine comes before it
         assert bool([r for r in rows if r[0] == "refused"]) == (not block), call
         seen |= {fields["engine"], *fields, *(f"{way}.{fields.get(f'{way}.tile')}" for way in WAYS)}
-    assert {"block", "cluster", "grid", "step", "gemm", "fma", "batch"} <= seen
+    assert {"block", "cluster", "grid", "step", "gemm", "fma", "batch", "wide"} <= seen
     assert {"forward.8", "forward.16", "backward.16"} <= seen
     assert {f"{way}.{name}" for way in WAYS for name in ALL_PASSES} | set(ALL) <= seen
 
@@ -159,7 +159,10 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     old = explain_plan("lstm", 1, 200, 2, "float32", "A100")
     assert (old.engine, old.refused[-1].name) == ("step", "thread blocks of a cluster")
     wide = explain_plan("lstm", 1, 260, 2, "float32", 90)
-    assert (wide.engine, wide.refused[-1].name) == ("step", "width of a head in fp32 registers")
+    assert (wide.engine, wide.refused[-1].name) == ("wide", "width of a head in fp32 registers")
+    assert "1 heads x 1 groups x 130 thread blocks, 1 launches" in str(wide)
+    assert explain_plan("lstm", 1, 2048, 2, "float32", 90).engine == "step"  # 64 MB of weights
+    assert explain_plan("lstm", 1, 260, 2, "float32", "B200").engine == "step"
     turing = explain_plan("lstm", 1, 64, 16, "float32", "T4", precision="tf32")
     assert (turing.engine, turing.fields["instead_of"]) == ("fma", "step")
     assert "exact fp32" in turing.refused[0].name

@@ -1,9 +1,9 @@
 // The scalar types of cells on CUDA: fp32 values whose non-linearities take a few hardware
 // instructions. kCoarse, for bf16, uses tanh.approx: one instruction, within 2^-11, a quarter of a
 // bf16 rounding. kFast, for fp16 and tf32, uses ex2 and rcp: within 2^-22 of 1. kFull, for exact
-// fp32 in the fma engine, uses CUDA's exp and tanh, and a division within 2 ulp, because the
-// correctly rounded one takes four times as many instructions. NOTEBOOK.md, "On CUDA", has their
-// effect on the error of h against fp64. The other engines compute exact fp32 in float.
+// fp32 in the fma and wide engines, uses CUDA's exp and tanh, and a division within 2 ulp, because
+// the correctly rounded one takes four times as many instructions. NOTEBOOK.md, "On CUDA", has
+// their effect on the error of h against fp64. The other engines compute exact fp32 in float.
 #pragma once
 #include "../cells/all.h"
 #include "common/cuda/device.cuh"

@@ -50,7 +50,7 @@ inline std::string_view of_environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm|fma|batch overrides the planner's choice.
+// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm|fma|batch|wide overrides the planner's choice.
 // The batch engine has no backward pass.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device,
                                bool backward) {
@@ -62,7 +62,7 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   int index = 0;
   while (index < cuda::kEngineCount && name != cuda::kEngineNames[index]) ++index;
   STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", name,
-                  ", but must be block, cluster, grid, step, gemm, fma or batch");
+                  ", but must be block, cluster, grid, step, gemm, fma, batch or wide");
   const Engine asked = Engine(index);
   STD_TORCH_CHECK(!problem.clips || asked == Engine::kStep, "FLASHCELL_CUDA_ENGINE is ", name,
                   ", but must be step where states are clipped");

@@ -10,9 +10,10 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm, kFma, kBatch };
-constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step", "gemm", "fma", "batch"};
-constexpr int kEngineCount = 7;
+enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm, kFma, kBatch, kWide };
+constexpr const char* kEngineNames[] = {"block", "cluster", "grid",  "step",
+                                        "gemm",  "fma",     "batch", "wide"};
+constexpr int kEngineCount = 8;
 
 struct Device {  // the properties of a GPU that the planner reads
   int arch;      // 90 for compute capability 9.0
@@ -95,6 +96,14 @@ template <typename Cell, typename IO>
 void forward_fma(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_fma(const BackwardParams&, const Launch&);
+
+// The wide engine: all thread blocks run at once, in exact fp32. Each keeps the weight of some
+// units of a head of more than 256 units in shared memory, and they exchange h (backward: dr)
+// through L2 after every step. fp32 I/O only, in code for 9.0a.
+template <typename Cell, typename IO>
+void forward_wide(const ForwardParams&, const Launch&);
+template <typename Cell, typename IO>
+void backward_wide(const BackwardParams&, const Launch&);
 
 // The batch engine: thread blocks compute the products of large tiles of sequences and units with
 // wgmma, and their cells, and exchange h through L2 after every step. 16-bit I/O and TF32, on

@@ -22,6 +22,7 @@ class Explanation {
         engine_(select_engine(p_, device)),
         backward_(select_backward(problem, device)),
         other_(select_other(problem, device, false)),
+        stepwise_(select_stepwise(problem, device, false)),
         own_(select_own(problem, device)),
         matrix_(select_matrix(problem, device)) {
     add("engine", kEngineNames[int(engine_)]);
@@ -35,6 +36,7 @@ class Explanation {
     explain_refusals();
     if (engine_ != matrix_) {
       add("instead_of", kEngineNames[int(engine_ == Engine::kBatch  ? other_
+                                         : engine_ == Engine::kWide ? stepwise_
                                          : engine_ == Engine::kGemm ? own_
                                                                     : matrix_)]);
     }
@@ -43,6 +45,7 @@ class Explanation {
     if (engine_ == Engine::kCluster) explain_cluster();
     if (engine_ == Engine::kGrid) explain_grid();
     if (engine_ == Engine::kFma) explain_fma();
+    if (engine_ == Engine::kWide) explain_wide();
     if (engine_ == Engine::kBatch) explain_batch();
   }
 
@@ -55,6 +58,7 @@ class Explanation {
   const Engine engine_;
   const Engine backward_;  // what runs the backward pass
   const Engine other_;     // what would run the forward pass without the batch engine
+  const Engine stepwise_;  // and without the wide engine
   const Engine own_;       // and without the gemm engine
   const Engine matrix_;    // and without the fma engine
   std::string text_;
@@ -148,6 +152,25 @@ class Explanation {
     add("backward.threads", back.threads(fma::uses_cluster(p_.gates, width) ? width : p_.D));
     add_shared_bytes("forward", fma::forward_memory(cell_, p_.D, tile).bytes());
     add_shared_bytes("backward", fma::backward_memory(cell_, p_.D, tile).bytes());
+  }
+
+  void explain_wide() {
+    const auto partition = wide::partition(wide_sizes(p_), device_);
+    const int units = partition.units, tile = partition.tile;
+    add("tile", tile);
+    add("pass", wide::pass_of(tile));
+    add("groups", partition.groups);
+    add("heads", partition.heads);
+    add("launches", wide::divide_up(p_.N, partition.heads));
+    add("members", partition.members);
+    add("units", units);
+    const auto add_memory = [&](const std::string& direction, const wide::Product& product) {
+      const auto m = wide::memory(product, cell_, units, tile, device_.shared_bytes);
+      add(direction + ".staged", m.piece);
+      add_shared_bytes(direction, m.bytes());
+    };
+    add_memory("forward", wide::forward_product(p_.gates, p_.D, units));
+    add_memory("backward", wide::backward_product(p_.gates, p_.D, units));
   }
 
   void explain_batch() {

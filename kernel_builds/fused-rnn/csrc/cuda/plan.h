@@ -9,6 +9,7 @@
 #include "fma/plan.h"
 #include "gemm/plan.h"
 #include "grid/plan.h"
+#include "wide/plan.h"
 
 namespace flashcell::cuda {
 
@@ -34,6 +35,7 @@ constexpr int block_tile(const Problem& p, const Device& device) {
 constexpr int tile_of(Engine engine, const Problem& p, const Device& device) {
   if (engine == Engine::kBlock) return block_tile(p, device);
   if (engine == Engine::kFma) return fma::tile(p.S, p.N, p.D, p.gates, device);
+  if (engine == Engine::kWide) return wide::partition({p.S, p.N, p.D, p.gates}, device).tile;
   return engine == Engine::kCluster ? cluster::tile(p.S, p.N, p.D, device) : 8;
 }
 
@@ -58,6 +60,11 @@ constexpr Limit limit_of_matrix(const Problem& p, const Device& device) {
 
 constexpr bool fma_can_run(const Problem& p, const Device& device) {
   return all_hold(limits_of_all(p)) && all_hold(fma::limits(p.D, p.gates, p.io_bytes, device));
+}
+
+constexpr wide::Sizes wide_sizes(const Problem& p) { return {p.S, p.N, p.D, p.gates}; }
+constexpr bool wide_can_run(const Problem& p, const Device& device) {
+  return all_hold(limits_of_all(p)) && wide::can_run(wide_sizes(p), p.io_bytes, device);
 }
 
 // The engine that would run the call if there were no gemm and no fma engine.
@@ -98,11 +105,18 @@ constexpr Engine select_part(const Problem& p, const Device& device) {
   return own == Engine::kStep && gemm_can_run(p) ? Engine::kGemm : own;
 }
 
-// The engine if there were no batch engine, which has no backward pass.
-constexpr Engine select_other(const Problem& p, const Device& device, bool backward) {
+// The engine if there were no batch and no wide engine.
+constexpr Engine select_stepwise(const Problem& p, const Device& device, bool backward) {
   const Engine own = select_own(p, device);
   const bool gemm = gemm_can_run(p) && gemm::is_faster(gemm_sizes(p, device), own, backward);
   return gemm ? Engine::kGemm : own;
+}
+
+// The engine if there were no batch engine, which has no backward pass.
+constexpr Engine select_other(const Problem& p, const Device& device, bool backward) {
+  const bool wide = is_exact(p, device) && wide::is_faster(wide_sizes(p), p.T, backward) &&
+                    wide_can_run(p, device);
+  return wide ? Engine::kWide : select_stepwise(p, device, backward);
 }
 
 constexpr Engine select_backward(const Problem& p, const Device& device) {
@@ -143,6 +157,7 @@ constexpr bool can_run(Engine engine, const Problem& p, const Device& device) {
   const Engine chosen = select_matrix(p, device);
   if (engine == Engine::kGemm) return gemm_can_run(p);
   if (engine == Engine::kFma) return fma_can_run(p, device);
+  if (engine == Engine::kWide) return wide_can_run(p, device);
   if (engine == Engine::kBatch) return batch_can_run(p, device);
   if (engine == Engine::kStep || engine == chosen) return true;
   if (chosen == Engine::kStep) return false;

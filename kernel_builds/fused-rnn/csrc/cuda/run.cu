@@ -108,6 +108,9 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
       case Engine::kFma:
         if constexpr (sizeof(IO) == 4) return forward_fma<Cell, IO>(p, launch);
         break;
+      case Engine::kWide:
+        if constexpr (sizeof(IO) == 4) return forward_wide<Cell, IO>(p, launch);
+        break;
       case Engine::kBatch:
         if constexpr (batch::tiles(Cell::kGates, sizeof(IO)).count > 0) {
           return forward_batch<Cell, IO>(p, launch);
@@ -134,6 +137,9 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
         return backward_gemm<Cell, IO>(p, launch);
       case Engine::kFma:
         if constexpr (sizeof(IO) == 4) return backward_fma<Cell, IO>(p, launch);
+        break;
+      case Engine::kWide:
+        if constexpr (sizeof(IO) == 4) return backward_wide<Cell, IO>(p, launch);
         break;
       case Engine::kBatch:  // never chosen for a backward pass
         break;

@@ -13,7 +13,9 @@ void multiply_projections(const Layers<Cell>& s, Tensor& packed, bool tf32) {
   const int64_t N = s.N, D = s.D, P = s.P, O = s.O;
   for (int64_t i = 0; i < s.L * N; ++i) {
     const int64_t l = i / N, n = i % N;
-    multiply({D, D, O, s.G, s.weight(l, n, 1).const_data_ptr(), D * O, O, 1,
+    // One product, which may run in halves, where the gates' results follow one another.
+    const int64_t batch = N == 1 && !s.is_padded() ? 1 : s.G, rows = s.G / batch * D;
+    multiply({rows, D, O, batch, s.weight(l, n, 1).const_data_ptr(), D * O, O, 1,
               s.w_hr(l, n).const_data_ptr(), D, 1, at(packed, s.place_of(l, 0, false) + n * P * P),
               N * P * P, P},
              s.dtype, tf32, packed);

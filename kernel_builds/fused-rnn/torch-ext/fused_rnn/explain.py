@@ -238,6 +238,16 @@ def _of_batch(fields: Dict[str, str]) -> Dict[str, str]:
     return {"grid": grid, "tiles": tiles}
 
 
+def _of_wide(fields: Dict[str, str]) -> Dict[str, str]:
+    grid = f"{fields['heads']} heads x {fields['groups']} groups x {fields['members']} thread blocks"
+    return {
+        "grid": f"{grid}, {fields['launches']} launches",
+        "sequences of a group": f"{fields['tile']}, {fields['pass']} at a time",
+        "units of a block": fields["units"],
+        **{f"elements staged {d}": fields[f"{d}.staged"] for d in DIRECTIONS},
+    }
+
+
 def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:
     tiles: Dict[str, str] = {}
     for direction in DIRECTIONS:
@@ -265,4 +275,5 @@ TILES = {
     "grid": _of_grid,
     "fma": _of_fma,
     "batch": _of_batch,
+    "wide": _of_wide,
 }

@@ -45,6 +45,7 @@ constexpr Costs kCosts[kEngineCount][2] = {
     {{{0.195, 0.277, 2.27, 0.00904, 6.27, 26.8, 15.1, 42.5}, 95.7, 44.7, 25.1},
      {{0.209, 0.398, 4.01, 0.0179, 4.63, 91.8, 34.4, 227}, 818, 184, 62.7}},
     {},  // batch
+    {},  // wide
 };
 
 // Side by side has to take less than kShare of the time of one layer after the other, and to save

@@ -1,0 +1,125 @@
+// Decides which heads the wide engine runs, and with which sizes: pure functions of the shape, used
+// by the planner and the launch.
+#pragma once
+#include <algorithm>
+
+#include "../fma/plan.h"
+
+namespace flashcell::cuda::wide {
+
+using fma::divide_up, fma::round_up;
+
+constexpr int kThreads = 384, kWarps = kThreads / 32;
+constexpr int kLane = 4, kChunk = 32 * kLane;  // elements of the depth that a lane, a warp reads
+constexpr int kMostPiece = kThreads * kLane;   // elements of a sequence that are staged at once
+constexpr int kMostTile = 64;                  // sequences of a thread block
+
+// The product of a thread block: `rows` rows of `depth` elements. A task is a few of the rows; a
+// warp computes a task for a slice of the depth.
+struct Product {
+  int rows, depth, tasks, slices;
+};
+constexpr int kMostRows = 4;  // of a task
+constexpr int forward_rows(int gates) { return gates == 3 ? 3 : kMostRows; }
+constexpr Product product_of(int rows, int64_t depth, int task_rows) {
+  const int tasks = int(divide_up(rows, task_rows));
+  const int64_t chunks = divide_up(std::min<int64_t>(depth, kMostPiece), kChunk);
+  return {rows, int(depth), tasks, int(std::clamp<int64_t>(kWarps / tasks, 1, chunks))};
+}
+constexpr Product forward_product(int gates, int64_t D, int units) {
+  return product_of(gates * units, D, forward_rows(gates));
+}
+constexpr Product backward_product(int gates, int64_t D, int units) {
+  return product_of(units, gates * D, kMostRows);
+}
+
+// Sequences whose products are computed at the same time: of those that a kernel is compiled for,
+// as few as hold a tile of so many sequences. A larger tile takes several passes.
+constexpr int pass_of(int tile) { return tile <= 2 ? 2 : tile <= 4 ? 4 : 8; }
+
+// Where the parts of a thread block's shared memory lie, in floats. The base describes the places
+// and marks of the sequences.
+struct Memory : fma::Memory {
+  Product product;
+  int pass, piece;    // sequences of a pass, and the elements of the depth that are staged at once
+  int groups, heads;  // groups of thread blocks for each head, and heads of a launch
+  int weights, stage, partial, sources;
+};
+
+// Returns the layout, or one of no elements at once where the weight leaves no room for them.
+constexpr Memory memory(const Product& product, const CellSizes& cell, int units, int tile,
+                        int64_t shared_bytes) {
+  Memory m{};
+  m.tile = tile, m.units = units, m.product = product, m.pass = pass_of(tile);
+  m.marks = tile * fma::Memory::kPlaceFloats;
+  m.sources = round_up(m.marks + 4 * tile, 4);
+  m.states = m.sources + round_up(4 * 2 * tile, 4);
+  m.partial = m.states + round_up(int64_t(tile) * units * cell.states, 4);
+  const int sums = product.slices * product.tasks * kMostRows * m.pass;
+  const int biases = cell.bias_rows * units * m.pass;  // the backward pass adds them up there
+  m.weights = m.partial + round_up(std::max(sums, biases), 4);
+  m.stage = m.weights + product.rows * product.depth;
+  const int64_t room = (shared_bytes / 4 - m.stage) / m.pass / kChunk * kChunk;
+  m.piece = int(
+      std::clamp<int64_t>(room, 0, std::min<int64_t>(kMostPiece, round_up(product.depth, kChunk))));
+  m.floats = m.stage + m.pass * m.piece;
+  return m;
+}
+
+struct Sizes {
+  int64_t S, N, D;
+  int gates;
+};
+
+// How the heads and sequences of a call are divided among the thread blocks.
+struct Partition {
+  int heads = 0, groups, members, units, tile;  // no heads: the engine cannot run the call
+};
+
+// Of all cells an slstm needs most shared memory.
+constexpr CellSizes largest_cell(int gates) { return {gates, 4, gates + 1, 7, true, true}; }
+
+constexpr Partition divide(const Sizes& z, int heads, int groups, const Device& device) {
+  const int64_t blocks = device.sms / (int64_t(heads) * groups);
+  if (blocks == 0) return {};
+  const int units = int(divide_up(z.D, blocks)), tile = int(divide_up(z.S, groups));
+  const CellSizes cell = largest_cell(z.gates);
+  if (tile > kMostTile || units * pass_of(tile) > kThreads) return {};
+  for (const Product& product :
+       {forward_product(z.gates, z.D, units), backward_product(z.gates, z.D, units)}) {
+    if (product.tasks > kWarps) return {};
+    const Memory m = memory(product, cell, units, tile, device.shared_bytes);
+    if (m.piece < std::min(2 * kChunk, round_up(product.depth, kChunk))) return {};
+  }
+  return {heads, int(divide_up(z.S, tile)), int(divide_up(z.D, units)), units, tile};
+}
+
+// As many heads at once as fit, and then as many groups as leave each of them a pass of sequences.
+constexpr Partition partition(const Sizes& z, const Device& device) {
+  const int most_units = kWarps * (z.gates == 1 ? kMostRows : 1);  // of a block: a warp has a task
+  const int64_t most_groups = device.sms / divide_up(z.D, most_units);  // of all heads
+  for (int heads = int(std::min(z.N, most_groups)); heads > 0; --heads) {
+    Partition best = {};
+    int groups = int(std::min(divide_up(z.S, pass_of(kMostTile)), most_groups));
+    for (; groups > 0 && best.heads == 0; --groups) {
+      best = divide(z, heads, groups, device);
+    }
+    if (best.heads > 0) return best;
+  }
+  return {};
+}
+
+// Compiled for 9.0a alone, to keep the library small.
+constexpr bool has_code(const Device& device) { return device.code.sm_90a; }
+
+constexpr bool can_run(const Sizes& z, int io_bytes, const Device& device) {
+  return io_bytes == 4 && z.D > fma::kWidest && z.S > 0 && has_code(device) &&
+         partition(z, device).heads > 0;
+}
+
+// Whether this engine is faster than the step and the gemm engine.
+constexpr bool is_faster(const Sizes& z, int64_t T, bool backward) {
+  return T >= 4 && z.S * z.N <= (backward ? 16 : 32);
+}
+
+}  // namespace flashcell::cuda::wide

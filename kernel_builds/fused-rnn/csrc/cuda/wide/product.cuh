@@ -1,0 +1,198 @@
+// The product of the wide engine: weights in shared memory times an operand that
+// other thread blocks have written, in exact fp32.
+#pragma once
+#include "../grid/exchange.cuh"
+#include "../lanes.cuh"
+#include "plan.h"
+
+namespace flashcell::cuda {
+
+// Where the operand of a sequence comes from: a row of the exchange tensor, zeros, or the initial
+// states.
+constexpr int64_t kFromZeros = -1, kFromInitial = -2;
+
+// kRows rows of a task, kSequences sequences of a pass. A lane reads four elements of the depth of
+// every row and every sequence at once.
+template <int kRows, int kSequences>
+class WideProduct {
+ public:
+  static constexpr int kSlots = wide::kMostRows;  // of a sequence, for the rows of a task
+  static constexpr int kEach = kSequences * kSlots < 32 ? kSequences * kSlots : 32;
+  static constexpr int kCalls = kSequences * kSlots / kEach;
+  // `weights`, `stage` and `partial` lie in shared memory.
+  // Of the depth, parts of `part` elements are `stride` elements apart in the exchange tensor.
+  DEVICE WideProduct(const wide::Memory& m, float* memory, int part, int stride)
+      : m_(m),
+        part_(part),
+        gap_(stride - part),
+        weights_(memory + m.weights),
+        stage_(memory + m.stage),
+        partial_(memory + m.partial),
+        slices_(m.product.slices),
+        task_(threadIdx.x / 32 / slices_),
+        slice_(threadIdx.x / 32 % slices_) {}
+
+  // Computes the product for the sequences of a pass. source(s) is where the operand of sequence s
+  // comes from; row(source) points to the head's elements in the exchange tensor, and initial(s, i)
+  // returns element i of the initial state. It ends with a barrier, so that every thread may call
+  // sum().
+  template <typename Source, typename Row, typename Initial>
+  DEVICE void run(int count, Source source, Row row, Initial initial) {
+    float sums[kCalls][kEach] = {};
+    const float* from[kSequences];
+    unsigned states = 0;  // a bit for each sequence whose operand is the initial state
+#pragma unroll
+    for (int s = 0; s < kSequences; ++s) {
+      const int64_t place = s < count ? source(s) : kFromZeros;
+      from[s] = place >= 0 ? row(place) : nullptr;
+      if (place == kFromInitial) states |= 1u << s;
+    }
+    uint32_t words[kSequences][4];
+    ask(words, from, states, 0, initial);
+    for (int begin = 0; begin < m_.product.depth; begin += m_.piece) {
+      receive(words, from, begin);
+      if (begin > 0) __syncthreads();  // all warps have read the piece before
+      put(words, begin);
+      __syncthreads();
+      if (begin + m_.piece < m_.product.depth) ask(words, from, states, begin + m_.piece, initial);
+      multiply(sums, begin);
+    }
+    // Lane l gets the sum of value l of each call.
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kCalls; ++i) {
+      const float sum = sum_over_lanes<kEach>(sums[i]);
+      if (task_ < m_.product.tasks && lane < kEach) {
+        partial_[(slice_ * m_.product.tasks + task_) * kCalls * kEach + i * kEach + lane] = sum;
+      }
+    }
+    __syncthreads();
+  }
+
+  // Returns the sums of neighbouring rows of one task for a sequence of the pass.
+  template <int kN>
+  DEVICE void sum(int row, int s, float (&totals)[kN]) const {
+    const float* from = partial_ + (row / kRows * kSequences + s) * kSlots + row % kRows;
+    const int stride = m_.product.tasks * kSequences * kSlots;
+    constexpr int kAtOnce = kN == 1 ? 6 : 4;  // slices whose loads overlap
+#pragma unroll
+    for (int i = 0; i < kN; ++i) totals[i] = 0;
+#pragma unroll 1
+    for (int first = 0; first < slices_; first += kAtOnce) {
+      float values[kAtOnce][kN];
+#pragma unroll
+      for (int z = 0; z < kAtOnce; ++z) {
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+          values[z][i] = first + z < slices_ ? from[(first + z) * stride + i] : 0.0f;
+        }
+      }
+#pragma unroll
+      for (int z = 0; z < kAtOnce; ++z) {
+#pragma unroll
+        for (int i = 0; i < kN; ++i) totals[i] += values[z][i];
+      }
+    }
+  }
+
+ private:
+  const wide::Memory& m_;
+  int part_, gap_;
+  const float* weights_;
+  float *stage_, *partial_;
+  int slices_, task_, slice_;
+
+  DEVICE bool inside(int begin) const {
+    const int at = threadIdx.x * 4;
+    return at < m_.piece && begin + at < m_.product.depth;
+  }
+
+  // The thread's place in a row of the exchange tensor.
+  DEVICE int offset(int begin) const {
+    const int at = begin + int(threadIdx.x) * 4;
+    return gap_ == 0 ? at : at + at / part_ * gap_;
+  }
+
+  // Starts to load a vector of every sequence.
+  template <typename Initial>
+  DEVICE void ask(uint32_t (&words)[kSequences][4], const float* const (&from)[kSequences],
+                  unsigned states, int begin, Initial initial) const {
+    const bool mine = inside(begin);
+    const int at = offset(begin);
+#pragma unroll
+    for (int s = 0; s < kSequences; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[s][i] = 0;
+      request(words[s], from[s] + at, mine && from[s] != nullptr);
+    }
+    if (states == 0 || !mine) return;
+#pragma unroll 1
+    for (int s = 0; s < kSequences; ++s) {
+      if (!(states >> s & 1)) continue;
+      float values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = initial(s, begin + int(threadIdx.x) * 4 + i);
+#pragma unroll
+      for (int to = 0; to < kSequences; ++to) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (to == s) words[to][i] = min(__float_as_uint(values[i]), kUnwritten - 1);
+        }
+      }
+    }
+  }
+
+  // Asks again until every vector has been written.
+  DEVICE void receive(uint32_t (&words)[kSequences][4], const float* const (&from)[kSequences],
+                      int begin) const {
+    const int at = offset(begin);
+    bool waits = true;
+    while (waits) {
+      waits = false;
+#pragma unroll
+      for (int s = 0; s < kSequences; ++s) {
+        const bool missing = unwritten(words[s]);
+        request(words[s], from[s] + at, missing);
+        waits |= missing;
+      }
+    }
+  }
+
+  DEVICE void put(const uint32_t (&words)[kSequences][4], int begin) const {
+    if (!inside(begin)) return;
+#pragma unroll
+    for (int s = 0; s < kSequences; ++s) {
+      *reinterpret_cast<uint4*>(stage_ + s * m_.piece + threadIdx.x * 4) =
+          make_uint4(words[s][0], words[s][1], words[s][2], words[s][3]);
+    }
+  }
+
+  DEVICE void multiply(float (&sums)[kCalls][kEach], int begin) const {
+    if (task_ >= m_.product.tasks) return;
+    const int lane = threadIdx.x % 32, depth = m_.product.depth;
+    const int end = min(m_.piece, depth - begin);
+    const float* rows[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {  // a row outside is the last one, whose sums are not used
+      rows[r] = weights_ + min(task_ * kRows + r, m_.product.rows - 1) * depth + begin;
+    }
+#pragma unroll 1
+    for (int at = slice_ * wide::kChunk + lane * 4; at < end; at += slices_ * wide::kChunk) {
+      float4 w[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) w[r] = *reinterpret_cast<const float4*>(rows[r] + at);
+#pragma unroll
+      for (int s = 0; s < kSequences; ++s) {
+        const float4 x = *reinterpret_cast<const float4*>(stage_ + s * m_.piece + at);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float& sum = sums[(s * kSlots + r) / kEach][(s * kSlots + r) % kEach];
+          sum = fmaf(w[r].x, x.x, sum), sum = fmaf(w[r].y, x.y, sum);
+          sum = fmaf(w[r].z, x.z, sum), sum = fmaf(w[r].w, x.w, sum);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flashcell::cuda
