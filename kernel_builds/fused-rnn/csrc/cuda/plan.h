@@ -114,8 +114,8 @@ constexpr Engine select_stepwise(const Problem& p, const Device& device, bool ba
 
 // The engine if there were no batch engine, which has no backward pass.
 constexpr Engine select_other(const Problem& p, const Device& device, bool backward) {
-  const bool wide = is_exact(p, device) && wide::is_faster(wide_sizes(p), p.T, backward) &&
-                    wide_can_run(p, device);
+  const bool wide = is_exact(p, device) && wide_can_run(p, device) &&
+                    wide::is_faster(wide_sizes(p), p.T, backward, device);
   return wide ? Engine::kWide : select_stepwise(p, device, backward);
 }
 

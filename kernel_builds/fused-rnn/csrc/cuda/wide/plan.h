@@ -117,9 +117,31 @@ constexpr bool can_run(const Sizes& z, int io_bytes, const Device& device) {
          partition(z, device).heads > 0;
 }
 
-// Whether this engine is faster than the step and the gemm engine.
-constexpr bool is_faster(const Sizes& z, int64_t T, bool backward) {
-  return T >= 4 && z.S * z.N <= (backward ? 16 : 32);
+// By how much a step of this engine is faster than one of the step or the gemm engine, as the
+// logarithm of the ratio of their times: `first`, less `weights` for every 1000 weights that a
+// thread block multiplies, in all passes, and `pass` for every pass.
+struct Gain {
+  double first, weights, pass;
+};
+// Forward and backward, of cells with 4, 3 gates and 1: fitted to 291 random modules of 257 to 2500
+// units and 1 to 97 sequences on an H200 (NOTEBOOK.md, "The wide engine").
+constexpr Gain kGains[2][3] = {{{0.69, 0.0014, 0.12}, {0.54, 0.0011, 0.11}, {0.91, 0.0006, 0.29}},
+                               {{0.88, 0.0026, 0.17}, {0.91, 0.0025, 0.18}, {0.99, 0, 0.35}}};
+constexpr int64_t kLeastSteps = 8;  // fewer do not pay for bringing the weight to shared memory
+constexpr int64_t kMostSequences = 100;  // more were not measured
+// Layers of many sequences can run side by side on the gemm engine (stack/plan.h), which takes 0.6
+// of its time for each; so there the gain has to be larger.
+constexpr int64_t kManySequences = 32;
+constexpr double kGainOfMany = 0.4;
+
+constexpr bool is_faster(const Sizes& z, int64_t T, bool backward, const Device& device) {
+  const Partition p = partition(z, device);
+  if (T < kLeastSteps || z.S > kMostSequences || p.heads == 0) return false;
+  const double passes = double(divide_up(p.tile, pass_of(p.tile)) * divide_up(z.N, p.heads));
+  const double weights = passes * p.units * z.gates * double(z.D) / 1000;
+  const Gain& gain = kGains[backward][cost_row(z.gates)];
+  const double least = z.S > kManySequences && z.gates > 1 ? kGainOfMany : 0;
+  return gain.first - gain.weights * weights - gain.pass * passes > least;
 }
 
 }  // namespace flashcell::cuda::wide
