@@ -48,7 +48,9 @@ struct ForwardParams : SequenceParams {
   // CPU: whether a single step of many sequences may pack the weights. Its products are then summed
   // in another order than those of few sequences, so that decoding does without.
   bool packs_one_step;
-  bool h_begins_as_zero;  // CPU: the first state of `initial` is 0
+  // The first state of `initial` is 0; on CUDA in one step of the step engine, which does not read
+  // the weight then.
+  bool h_begins_as_zero;
 };
 
 struct BackwardParams : SequenceParams {

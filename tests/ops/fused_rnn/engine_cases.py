@@ -111,6 +111,10 @@ WIDE = [
     Case(81, 3, 1, 580, ("state",)),  # fewer groups than would fit
     Case(6, 5, 1, 1280, MASKS),
     Case(17, 3, 1, 1144, ("state",)),
+    # Of these a part of the weight streams in.
+    Case(2, 3, 2, 1400, MASKS),
+    Case(9, 3, 1, 1800, ("state",)),
+    Case(1, 4, 1, 2048, ()),
 ]
 # Widths that are no multiple of a 16-byte vector: they run padded.
 ODD = [

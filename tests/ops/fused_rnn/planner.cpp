@@ -45,7 +45,7 @@ void print_pass(const std::string& way, const std::vector<grid::Shape>& shapes, 
 // How the wide engine divides a call, computed from its description alone.
 struct Wide {
   struct Way {
-    long staged, bytes;
+    long staged, held, bytes;
   };
   long heads = 0, groups, units, tile;
   Way forward, backward;
@@ -54,15 +54,19 @@ Wide::Way wide_way(long rows, long depth, long task_rows, long units, long tile,
                    long shared_bytes) {
   const auto up = [](long a, long b) { return (a + b - 1) / b * b; };
   const long columns = tile <= 2 ? 2 : tile <= 4 ? 4 : 8, tasks = up(rows, task_rows) / task_rows;
-  if (tasks > 12) return {0, 0};
   const long chunks = up(std::min(depth, 1536l), 128) / 128;
   const long slices = std::min(std::max(12 / tasks, 1l), chunks);
   const long sums = std::max(slices * tasks * 4 * columns, c.bias_rows * units * columns);
   const long places = up(14 * tile, 4) + 8 * tile, states = up(tile * units * c.states, 4);
-  const long weights = places + states + up(sums, 4) + rows * depth;
-  const long room = std::max(0l, shared_bytes / 4 - weights) / columns / 128 * 128;
-  const long staged = std::min({room, 1536l, up(depth, 128)});
-  return {staged, 4 * (weights + columns * staged)};
+  const long before = places + states + up(sums, 4), whole = std::min(1536l, up(depth, 128));
+  const long room = shared_bytes / 4 - before;
+  long held = depth;
+  long staged = std::min(whole, std::max(0l, room - rows * depth) / columns / 128 * 128);
+  if (staged < std::min(256l, whole)) {
+    staged = std::min(whole, columns < 8 ? 1536l : 1024l);
+    held = std::max(0l, room - columns * staged) / rows / 128 * 128;
+  }
+  return {staged, held, 4 * (before + rows * held + columns * staged)};
 }
 Wide divide(const Problem& p, CellSizes c, const Device& d) {
   const CellSizes most{c.gates, 4, c.gates + 1, 7, true, true};
@@ -76,8 +80,15 @@ Wide divide(const Problem& p, CellSizes c, const Device& d) {
         return back ? wide_way(units, c.gates * p.D, 4, units, tile, cell, d.shared_bytes)
                     : wide_way(c.gates * units, p.D, task, units, tile, cell, d.shared_bytes);
       };
-      const long least = std::min<long>(256, (p.D + 127) / 128 * 128);
-      if (way(false, most).staged < least || way(true, most).staged < 256) continue;
+      const long rows[] = {c.gates * units, units}, depth[] = {p.D, c.gates * p.D};
+      bool fits = true;
+      for (const bool back : {false, true}) {
+        const long held = way(back, most).held, streamed = (depth[back] - held) * rows[back];
+        const long tasks = (rows[back] + (back ? 3 : task - 1)) / (back ? 4 : task);
+        if (held == 0 || 4 * streamed * blocks > 50'000'000) fits = false;
+        if (heads * groups > 1 && (streamed > 0 || tasks > 12)) fits = false;
+      }
+      if (!fits) continue;
       return {heads, groups, units, tile, way(false, c), way(true, c)};
     }
   }
@@ -137,6 +148,7 @@ void print_plan(Problem p, const Device& d) {
     print("launches", (p.N + w.heads - 1) / w.heads);
     print("members", (p.D + w.units - 1) / w.units), print("units", w.units);
     print("forward.staged", w.forward.staged), print("backward.staged", w.backward.staged);
+    print("forward.held", w.forward.held), print("backward.held", w.backward.held);
     print("forward.shared_bytes", w.forward.bytes);
     print("backward.shared_bytes", w.backward.bytes);
   }

@@ -161,7 +161,9 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     wide = explain_plan("lstm", 1, 260, 2, "float32", 90)
     assert (wide.engine, wide.refused[-1].name) == ("wide", "width of a head in fp32 registers")
     assert "1 heads x 1 groups x 130 thread blocks, 1 launches" in str(wide)
-    assert explain_plan("lstm", 1, 2048, 2, "float32", 90).engine == "step"  # 64 MB of weights
+    large = explain_plan("lstm", 1, 2048, 2, "float32", 90)  # 64 MB of weights
+    assert (large.engine, large.fields["forward.held"]) == ("wide", "768")
+    assert explain_plan("lstm", 1, 2304, 2, "float32", 90).engine == "step"
     assert explain_plan("lstm", 1, 260, 2, "float32", "B200").engine == "step"
     turing = explain_plan("lstm", 1, 64, 16, "float32", "T4", precision="tf32")
     assert (turing.engine, turing.fields["instead_of"]) == ("fma", "step")

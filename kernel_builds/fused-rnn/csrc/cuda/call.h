@@ -159,6 +159,7 @@ void run(ForwardParams p, Dtype dtype, bool tf32, const Tensor& x) {
   choose_heads(p);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, x);
+  if (p.h_begins_as_zero) launch.engine = cuda::Engine::kStep;
   const bool fits = launch.engine == cuda::Engine::kBatch && p.N == 1 && p.sequences == nullptr;
   STD_TORCH_CHECK(
       p.h_units == 0 || (fits && p.h_units % 2 == 0),

@@ -167,6 +167,7 @@ class Explanation {
     const auto add_memory = [&](const std::string& direction, const wide::Product& product) {
       const auto m = wide::memory(product, cell_, units, tile, device_.shared_bytes);
       add(direction + ".staged", m.piece);
+      add(direction + ".held", m.held);
       add_shared_bytes(direction, m.bytes());
     };
     add_memory("forward", wide::forward_product(p_.gates, p_.D, units));

@@ -11,6 +11,7 @@
 #include "run.h"
 #include "step/scratch.h"
 #include "tensor_core.cuh"
+#include "wide/plan.h"
 
 namespace flashcell::cuda {
 
@@ -76,7 +77,12 @@ static CellSizes sizes_of(int cell) {
 }
 
 int64_t backward_scratch(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
-  if (is_cut(p) || launch.engine != Engine::kGemm) return 0;
+  if (is_cut(p)) return 0;
+  if (launch.engine == Engine::kWide) {
+    const CellSizes sizes = sizes_of(cell);
+    return wide::transposed_bytes({p.S, p.heads, p.D, sizes.gates}, sizes, launch.device);
+  }
+  if (launch.engine != Engine::kGemm) return 0;
   return gemm::Scratch(p, sizes_of(cell).gates, dtype == Dtype::kFloat ? 4 : 2, true, launch).bytes;
 }
 

@@ -90,6 +90,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
   // Padded units have outputs of 0. A product reads rows that contain them faster.
+  if constexpr (!kProjectsBySteps) {
+    s.few_steps = projects && !save && N == 1 && !s.is_packed && !s.is_padded() && !s.casts() &&
+                  is_faster_by_steps(s.B, T, G, D, O, s.dtype, tf32);
+  }
   s.passes_padded = s.is_padded() && N == 1 && !s.is_packed && !projects && !save && dropout == 0;
   STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
 #if defined(CUDA_KERNEL)
@@ -147,7 +151,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.x_batch = at_gates.batch, p.x_time = at_gates.time;
     const LayerInput own{I, input.const_data_ptr(), at_input.batch, at_input.time,
                          s.w_ih(packed, l, 0)};
-    const bool may_multiply = N == 1 && !s.is_packed && !(projects && !state.empty());
+    const bool may_multiply =
+        N == 1 && !s.is_packed && !(projects && (!state.empty() || s.few_steps));
     if (may_multiply && multiplies_input<Cell>(p, I, s.dtype, tf32)) {
       p.input = own;
     } else {
@@ -182,7 +187,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.packs_one_step = true;
     p.h = h.mutable_data_ptr(), p.last = at(last, l * s.states());
     p.saved = save ? saved.mutable_data_ptr() : nullptr;
-    if (s.steps()) {
+    if (s.few_steps) {
+      const Shape shape = is_done ? done : Shape{E, O};
+      if constexpr (!kProjectsBySteps) h = run_few_steps(s, p, gates, at_gates, shape, l, tf32);
+    } else if (s.steps()) {
       const Tensor outputs = h;
       h = run_projected_steps(s, copies, p, gates, at_gates, h, is_done ? done : Shape{E, N * O}, l,
                               tf32);

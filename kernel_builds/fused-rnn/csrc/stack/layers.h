@@ -91,6 +91,7 @@ struct Layers {
   ScalarType io, unrounded, stored;  // of x, of the states and of the weights
   Dtype dtype;
   bool has_bias, projects, batch_first, is_packed, is_cell;
+  bool few_steps = false;      // CUDA: whether projections are computed step by step
   bool passes_padded = false;  // whether a layer reads P units of the one below, with zeros
   Tensors weights;
   Tensor begins, firsts, lengths;  // the arrays of packed_rows
@@ -213,7 +214,7 @@ struct Layers {
   }
 
   // Whether projections are computed step by step (projected_steps.h).
-  bool steps() const { return kProjectsBySteps && projects && !is_padded(); }
+  bool steps() const { return (kProjectsBySteps && projects && !is_padded()) || few_steps; }
 
   // The weights as the engines and products read them. They are torch's own, or lie in one tensor:
   // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, input]. With

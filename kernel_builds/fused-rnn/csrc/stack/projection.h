@@ -1,7 +1,7 @@
 // The projections of an LSTM with proj_size, O units wide: h_p = W_hr h. On a GPU the recurrence
-// stays in the hidden space, R h_p = (R W_hr) h, and W_hr is applied to all outputs at once. An
-// initial h_p has no h that it comes from: the first step reads R h_p as part of its input, and h
-// begins empty.
+// stays in the hidden space, R h_p = (R W_hr) h, and W_hr is applied to all outputs at once, unless
+// there are few steps. An initial h_p has no h that it comes from: the first step reads R h_p as
+// part of its input, and h begins empty.
 #pragma once
 #include "projected_steps.h"
 
@@ -70,6 +70,33 @@ Tensor project_outputs(const Layers<Cell>& s, const Tensor& h, const Shape& shap
     multiply({s.rows, O, s.D, 1, at(h, n * s.P), 0, N * s.P, 1, s.w_hr(layer, n).const_data_ptr(),
               1, s.D, at(y, n * O), 0, N * O},
              s.dtype, tf32, h);
+  }
+  return y;
+}
+
+// Runs the recurrence of a layer of few steps in inference: instead of R W_hr, which is a larger
+// product than those of the steps, it multiplies R by h_p and W_hr by h at every step. Arguments
+// and result as of run_projected_steps.
+template <typename Cell>
+Tensor run_few_steps(const Layers<Cell>& s, ForwardParams p, Tensor& gates,
+                     typename Layers<Cell>::Rows at_gates, const Shape& shape, int64_t layer,
+                     bool tf32) {
+  const int64_t B = s.B, T = s.T, D = s.D, O = s.O, width = s.G * D;
+  Tensor y = new_tensor(gates, shape, s.io), h = new_tensor(gates, {B, D}, s.io);
+  p.T = 1, p.sequences = nullptr, p.h = h.mutable_data_ptr(), p.h_begins_as_zero = true;
+  for (int64_t t = 0; t < T; ++t) {
+    void* const of_step = at(gates, t * at_gates.time);
+    if (t > 0) {
+      add_product({B, width, O, 1, at(y, (t - 1) * O), 0, T * O, 1,
+                   s.weight(layer, 0, 1).const_data_ptr(), 1, O, of_step, 0, at_gates.batch},
+                  s.dtype, tf32, gates);
+    }
+    p.x = of_step;
+    run<Cell>(p, s.dtype, tf32, gates);
+    p.initial = p.last;
+    multiply({B, O, D, 1, h.const_data_ptr(), 0, D, 1, s.w_hr(layer, 0).const_data_ptr(), 1, D,
+              at(y, t * O), 0, T * O},
+             s.dtype, tf32, gates);
   }
   return y;
 }

@@ -245,6 +245,7 @@ def _of_wide(fields: Dict[str, str]) -> Dict[str, str]:
         "sequences of a group": f"{fields['tile']}, {fields['pass']} at a time",
         "units of a block": fields["units"],
         **{f"elements staged {d}": fields[f"{d}.staged"] for d in DIRECTIONS},
+        **{f"elements of a row in shared memory {d}": fields[f"{d}.held"] for d in DIRECTIONS},
     }
 
 

@@ -111,6 +111,27 @@ inline void multiply_wide(const Product& p, Dtype dtype, bool tf32, bool adds, c
   multiply_into(p, cuda::gemm::kFloat32, adds, dtype, tf32);
 }
 
+// Adds the product to c.
+inline void add_product(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
+  if (multiply_split(p, dtype, tf32, true, like)) return;
+  multiply_into(p, blas_type(dtype), true, dtype, tf32);
+}
+
+// Whether an LSTM with a projection of O units is faster in inference if every step multiplies by R
+// [G D, O] and W_hr [O, D], than if all steps multiply by R W_hr, a product of [G D, O] and [O, D].
+// A step's products take 12 us more than the recurrence's (H200), and read R.
+inline bool is_faster_by_steps(int64_t B, int64_t T, int64_t G, int64_t D, int64_t O, Dtype dtype,
+                               bool tf32) {
+  constexpr int64_t kMostSequences = 64;  // the step engine's cells are slow with more
+  if (T == 1 || B > kMostSequences || dtype == Dtype::kDouble) return false;
+  const bool fp32 = dtype == Dtype::kFloat;
+  const double per_us = fp32 ? (tf32 ? 300e6 : 100e6) : 500e6;  // floating-point operations
+  const double R = double(G * D * O);
+  const double whole = 2 * R * double(D) / per_us;
+  const double step = 12 + R * (fp32 ? 4 : 2) / 3e6;
+  return double(T) * step < whole;
+}
+
 // Rows of contiguous elements, `pitch` elements apart; matrices of a batch are `next` apart.
 struct Rows {
   const void* data;

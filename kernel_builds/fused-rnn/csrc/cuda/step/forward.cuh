@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kResident) forward
   task.weight_gate = int64_t(step.ND) * step.D, task.operand_gate = 0;
   task.D = step.D, task.unit = tile.unit, task.states = from_states;
   task.begin = tile.rank * step.share, task.end = min(task.begin + step.share, step.D);
-  if (from_states && p.initial == nullptr) task.end = task.begin;  // h is 0
+  if (from_states && (p.initial == nullptr || p.h_begins_as_zero)) task.end = task.begin;  // h is 0
   if (!step.follows) prefetch_weights<IO, Product>(task);
   typename Product::Weights weights;
   const auto find = [&](int64_t s, bool& runs, bool& listed) {

@@ -34,8 +34,9 @@ struct WideBackward {
     }
   }
 
+  // `transposed` is [heads, D, G, D]: the weight by the unit that it reads; null if all is held.
   static DEVICE void run(const BackwardParams& p, const wide::Memory& m, int first_head,
-                         float* memory) {
+                         const float* transposed, float* memory) {
     const WideBlock block(p, m, first_head);
     const int D = int(p.D), width = int(p.N * p.D), head_at = block.head * D;
     const int at = head_at + block.first_unit + block.unit;  // of the thread's cell in a row
@@ -43,7 +44,7 @@ struct WideBackward {
     const int steps = longest(p, block.first, sequences);
 
     Tile tile(p, m, memory, block.first, 0);
-    load_wide_weights<true>(memory + m.weights, m.product, [&](int row, int i) {
+    load_wide_weights<true>(memory + m.weights, m, [&](int row, int i) {
       const int unit = block.first_unit + min(row, block.units - 1), gate = i / D;
       const int64_t from = (gate * p.N + block.head) * p.D + (i - gate * D);
       return ((const float*)p.weight)[from * p.D + unit];
@@ -72,7 +73,11 @@ struct WideBackward {
             return flows ? tile.place(begin + i).row + t + 1 : kFromZeros;
           },
           [&](int64_t row) { return exchanged(p) + row * G * width + head_at; },
-          [](int, int) { return 0.0f; });
+          [](int, int) { return 0.0f; },
+          [&](int r) {
+            const int unit = block.first_unit + min(r, block.units - 1);
+            return transposed + ((block.head - p.first_head) * p.D + unit) * G * p.D;
+          });
     };
     float d_bias[R] = {};
     for (int t = steps - 1; t >= 0; --t) {

@@ -29,16 +29,17 @@ struct WideBlock {
   }
 };
 
-// Copies the rows of a product to shared memory; element(row, i) reads global memory. Neighbouring
-// threads take neighbouring elements of a row, or, with kAcross, of neighbouring rows.
+// Copies what is held of the rows of a product to shared memory; element(row, i) reads global
+// memory. Neighbouring threads take neighbouring elements of a row, or, with kAcross, of
+// neighbouring rows.
 template <bool kAcross, typename Element>
-DEVICE void load_wide_weights(float* to, const wide::Product& product, Element element) {
-  const int count = product.rows * product.depth;
+DEVICE void load_wide_weights(float* to, const wide::Memory& m, Element element) {
+  const int rows = m.product.rows, count = rows * m.held;
 #pragma unroll 8
   for (int n = threadIdx.x; n < count; n += wide::kThreads) {
-    const int row = kAcross ? n % product.rows : n / product.depth;
-    const int i = kAcross ? n / product.rows : n % product.depth;
-    to[row * product.depth + i] = element(row, i);
+    const int row = kAcross ? n % rows : n / m.held;
+    const int i = kAcross ? n / rows : n % m.held;
+    to[row * m.held + i] = element(row, i);
   }
 }
 

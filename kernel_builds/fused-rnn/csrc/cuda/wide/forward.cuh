@@ -27,7 +27,7 @@ struct WideForward {
   }
 
   static DEVICE void run(const ForwardParams& p, const wide::Memory& m, int first_head,
-                         float* memory) {
+                         const float* /*transposed*/, float* memory) {
     const WideBlock block(p, m, first_head);
     const int width = int(p.N * p.D), head_at = int(block.head * p.D);
     const int at = head_at + block.first_unit + block.unit;  // of the thread's cell in a row
@@ -35,10 +35,12 @@ struct WideForward {
     const int steps = longest(p, block.first, sequences);
 
     Tile tile(p, m, memory, block.first, p.x_batch);
-    load_wide_weights<false>(memory + m.weights, m.product, [&](int row, int i) {
-      const int unit = block.first_unit + min(row / G, block.units - 1), gate = row % G;
-      return ((const float*)p.weight)[((gate * p.N + block.head) * p.D + unit) * p.D + i];
-    });
+    // Row r of the thread block's weight; there is one for every gate of a unit.
+    const auto weight = [&](int r) {
+      const int unit = block.first_unit + min(r / G, block.units - 1), gate = r % G;
+      return (const float*)p.weight + ((gate * p.N + block.head) * p.D + unit) * p.D;
+    };
+    load_wide_weights<false>(memory + m.weights, m, [&](int r, int i) { return weight(r)[i]; });
     float bias[R];
 #pragma unroll
     for (int row = 0; row < R; ++row) {
@@ -100,7 +102,8 @@ struct WideForward {
             [&](int i, int unit) {
               const int64_t row = int64_t(tile.place(begin + i).index) * width;
               return ((const float*)p.initial)[row + head_at + unit];
-            });
+            },
+            weight);
         if (begin == 0) tile.advance(t);
         if (!(mark & (kFmaRuns | kFmaZeros))) continue;
         V x[G], r[G], state[K], next[K], saved[kKept];

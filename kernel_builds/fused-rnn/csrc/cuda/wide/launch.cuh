@@ -5,7 +5,9 @@
 // A step of a thread block: all threads wait for the operand and stage it in shared memory; each
 // warp multiplies it by the rows of a task, for a slice of the depth (product.cuh); each thread
 // adds up the slices of a cell, runs the cell and stores what the other thread blocks wait for. A
-// thread block with more than eight sequences takes them in passes.
+// thread block with more than eight sequences takes them in passes. Of weights that are larger than
+// the shared memory of all SMs, a part streams in from the L2 cache at every step; the backward
+// pass reads it from a transposed copy.
 //
 // The least time of a step (H200): 0.7 us from a store to the load that sees it, 0.3 us for the
 // sums over the lanes, the cell and two barriers, and the product, which reads every weight in
@@ -18,23 +20,21 @@
 namespace flashcell::cuda {
 
 template <typename Pass>
-__global__ void __launch_bounds__(wide::kThreads, 1) wide_kernel(const __grid_constant__
-                                                                 typename Pass::Params p,
-                                                                 const
-                                                                 __grid_constant__ wide::Memory m,
-                                                                 int first_head) {
+__global__ void __launch_bounds__(wide::kThreads, 1) wide_kernel(
+    const __grid_constant__ typename Pass::Params p, const __grid_constant__ wide::Memory m,
+    int first_head, const float* transposed) {
   extern __shared__ __align__(16) char memory[];
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __trap();  // the planner chooses this kernel only where it is compiled
 #else
-  Pass::run(p, m, first_head, reinterpret_cast<float*>(memory));
+  Pass::run(p, m, first_head, transposed, reinterpret_cast<float*>(memory));
 #endif
 }
 
 template <typename Pass>
 void launch_wide(const typename Pass::Params& p, const wide::Partition& partition, wide::Memory m,
-                 const Launch& launch) {
-  m.heads = partition.heads, m.groups = partition.groups, m.members = partition.members;
+                 const float* transposed, const Launch& launch) {
+  m.groups = partition.groups, m.members = partition.members;
   const auto kernel = &wide_kernel<Pass>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              launch.device.shared_bytes));
@@ -47,7 +47,27 @@ void launch_wide(const typename Pass::Params& p, const wide::Partition& partitio
   for (int64_t head = p.first_head; head < end; head += partition.heads) {
     m.heads = int(std::min<int64_t>(partition.heads, end - head));
     config.gridDim = dim3(unsigned(m.heads * m.groups * m.members));
-    check(cudaLaunchKernelEx(&config, kernel, p, m, int(head)));
+    check(cudaLaunchKernelEx(&config, kernel, p, m, int(head), transposed));
+  }
+}
+
+// to[head, unit, gate, j] = the weight [gate, head, j, unit] of the heads that run.
+__global__ void __launch_bounds__(256) inline transpose_weight_kernel(const BackwardParams p,
+                                                                      int gates, float* to) {
+  __shared__ float tile[32][33];
+  const int64_t head = blockIdx.z / gates, gate = blockIdx.z % gates;
+  const int64_t j = blockIdx.y * 32, unit = blockIdx.x * 32;
+  const float* from =
+      static_cast<const float*>(p.weight) + (gate * p.N + p.first_head + head) * p.D * p.D;
+  for (int i = threadIdx.y; i < 32; i += 8) {
+    const bool inside = j + i < p.D && unit + threadIdx.x < p.D;
+    if (inside) tile[i][threadIdx.x] = from[(j + i) * p.D + unit + threadIdx.x];
+  }
+  __syncthreads();
+  for (int i = threadIdx.y; i < 32; i += 8) {
+    const bool inside = unit + i < p.D && j + threadIdx.x < p.D;
+    const int64_t row = (head * p.D + unit + i) * gates + gate;
+    if (inside) to[row * p.D + j + threadIdx.x] = tile[threadIdx.x][i];
   }
 }
 
@@ -85,7 +105,7 @@ void forward_wide(const ForwardParams& p, const Launch& launch) {
   const auto m = wide::memory(product, kSizesOf<Cell>, units, tile, launch.device.shared_bytes);
   if (p.T > 1) fill_exchanged(p, p.h, 1, launch);
   with_wide_pass(m.pass, [&]<int kSequences>() {
-    launch_wide<WideForward<Cell, kSequences>>(p, partition, m, launch);
+    launch_wide<WideForward<Cell, kSequences>>(p, partition, m, nullptr, launch);
   });
 }
 
@@ -96,8 +116,15 @@ void backward_wide(const BackwardParams& p, const Launch& launch) {
   const auto product = wide::backward_product(Cell::kGates, p.D, units);
   const auto m = wide::memory(product, kSizesOf<Cell>, units, tile, launch.device.shared_bytes);
   fill_exchanged(p, Cell::kSplitGrad ? p.dr : p.dx, Cell::kGates, launch);
+  float* const transposed = m.streams() ? static_cast<float*>(launch.scratch) : nullptr;
+  if (m.streams()) {
+    const unsigned tiles = unsigned(wide::divide_up(p.D, 32));
+    transpose_weight_kernel<<<dim3(tiles, tiles, unsigned(p.heads * Cell::kGates)), dim3(32, 8), 0,
+                              launch.stream>>>(p, Cell::kGates, transposed);
+    check(cudaGetLastError());
+  }
   with_wide_pass(m.pass, [&]<int kSequences>() {
-    launch_wide<WideBackward<Cell, kSequences>>(p, partition, m, launch);
+    launch_wide<WideBackward<Cell, kSequences>>(p, partition, m, transposed, launch);
   });
 }
 

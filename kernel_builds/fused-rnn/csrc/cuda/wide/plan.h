@@ -12,6 +12,9 @@ using fma::divide_up, fma::round_up;
 constexpr int kThreads = 384, kWarps = kThreads / 32;
 constexpr int kLane = 4, kChunk = 32 * kLane;  // elements of the depth that a lane, a warp reads
 constexpr int kMostPiece = kThreads * kLane;   // elements of a sequence that are staged at once
+// The same of each of eight sequences, where a part of the weight streams in.
+constexpr int kStreamedPiece = 1024;
+constexpr int64_t kMostStreamed = 50'000'000;  // bytes of all thread blocks; the L2 cache has 50 MB
 constexpr int kMostTile = 64;                  // sequences of a thread block
 
 // The product of a thread block: `rows` rows of `depth` elements. A task is a few of the rows; a
@@ -42,11 +45,18 @@ constexpr int pass_of(int tile) { return tile <= 2 ? 2 : tile <= 4 ? 4 : 8; }
 struct Memory : fma::Memory {
   Product product;
   int pass, piece;    // sequences of a pass, and the elements of the depth that are staged at once
+  int held;           // elements of every row of the weight in shared memory, the rest streams in
   int groups, heads;  // groups of thread blocks for each head, and heads of a launch
   int weights, stage, partial, sources;
+
+  constexpr bool streams() const { return held < product.depth; }
 };
 
-// Returns the layout, or one of no elements at once where the weight leaves no room for them.
+constexpr int round_down(int64_t a, int b) { return int(std::max<int64_t>(a, 0) / b * b); }
+
+// Returns the layout. Where the weight leaves no room for at least two chunks of the operand, a
+// part of each row stays in global memory, and comes from the L2 cache at every step; `held` is 0
+// if all of it would.
 constexpr Memory memory(const Product& product, const CellSizes& cell, int units, int tile,
                         int64_t shared_bytes) {
   Memory m{};
@@ -58,10 +68,15 @@ constexpr Memory memory(const Product& product, const CellSizes& cell, int units
   const int sums = product.slices * product.tasks * kMostRows * m.pass;
   const int biases = cell.bias_rows * units * m.pass;  // the backward pass adds them up there
   m.weights = m.partial + round_up(std::max(sums, biases), 4);
-  m.stage = m.weights + product.rows * product.depth;
-  const int64_t room = (shared_bytes / 4 - m.stage) / m.pass / kChunk * kChunk;
-  m.piece = int(
-      std::clamp<int64_t>(room, 0, std::min<int64_t>(kMostPiece, round_up(product.depth, kChunk))));
+  const int64_t room = shared_bytes / 4 - m.weights;
+  const int whole = std::min(kMostPiece, round_up(product.depth, kChunk));
+  m.held = product.depth;
+  m.piece = std::min(whole, round_down((room - product.rows * product.depth) / m.pass, kChunk));
+  if (m.piece < std::min(2 * kChunk, whole)) {
+    m.piece = std::min(whole, m.pass <= 4 ? kMostPiece : kStreamedPiece);
+    m.held = round_down((room - m.pass * m.piece) / product.rows, kChunk);
+  }
+  m.stage = m.weights + product.rows * m.held;
   m.floats = m.stage + m.pass * m.piece;
   return m;
 }
@@ -74,6 +89,7 @@ struct Sizes {
 // How the heads and sequences of a call are divided among the thread blocks.
 struct Partition {
   int heads = 0, groups, members, units, tile;  // no heads: the engine cannot run the call
+  bool streams;                                 // whether a part of the weight streams in
 };
 
 // Of all cells an slstm needs most shared memory.
@@ -85,19 +101,24 @@ constexpr Partition divide(const Sizes& z, int heads, int groups, const Device& 
   const int units = int(divide_up(z.D, blocks)), tile = int(divide_up(z.S, groups));
   const CellSizes cell = largest_cell(z.gates);
   if (tile > kMostTile || units * pass_of(tile) > kThreads) return {};
+  bool streams = false;
   for (const Product& product :
        {forward_product(z.gates, z.D, units), backward_product(z.gates, z.D, units)}) {
-    if (product.tasks > kWarps) return {};
     const Memory m = memory(product, cell, units, tile, device.shared_bytes);
-    if (m.piece < std::min(2 * kChunk, round_up(product.depth, kChunk))) return {};
+    const int64_t streamed = int64_t(product.depth - m.held) * product.rows * 4 * blocks;
+    const bool one = heads == 1 && groups == 1;  // several may not stream, or have two tasks a warp
+    if (m.held == 0 || streamed > (one ? kMostStreamed : 0)) return {};
+    if (!one && product.tasks > kWarps) return {};
+    streams |= m.streams();
   }
-  return {heads, int(divide_up(z.S, tile)), int(divide_up(z.D, units)), units, tile};
+  return {heads, int(divide_up(z.S, tile)), int(divide_up(z.D, units)), units, tile, streams};
 }
 
 // As many heads at once as fit, and then as many groups as leave each of them a pass of sequences.
 constexpr Partition partition(const Sizes& z, const Device& device) {
   const int most_units = kWarps * (z.gates == 1 ? kMostRows : 1);  // of a block: a warp has a task
-  const int64_t most_groups = device.sms / divide_up(z.D, most_units);  // of all heads
+  const int64_t most_groups =                                      // of all heads
+      std::max<int64_t>(1, device.sms / divide_up(z.D, most_units));
   for (int heads = int(std::min(z.N, most_groups)); heads > 0; --heads) {
     Partition best = {};
     int groups = int(std::min(divide_up(z.S, pass_of(kMostTile)), most_groups));
@@ -107,6 +128,14 @@ constexpr Partition partition(const Sizes& z, const Device& device) {
     if (best.heads > 0) return best;
   }
   return {};
+}
+
+// Bytes of the weight's transpose, of which the backward pass reads what streams in.
+constexpr int64_t transposed_bytes(const Sizes& z, const CellSizes& cell, const Device& device) {
+  const Partition p = partition(z, device);
+  const Product product = backward_product(z.gates, z.D, p.units);
+  const bool streams = memory(product, cell, p.units, p.tile, device.shared_bytes).streams();
+  return streams ? z.N * z.gates * z.D * z.D * 4 : 0;
 }
 
 // Compiled for 9.0a alone, to keep the library small.
@@ -127,7 +156,8 @@ struct Gain {
 // units and 1 to 97 sequences on an H200 (NOTEBOOK.md, "The wide engine").
 constexpr Gain kGains[2][3] = {{{0.69, 0.0014, 0.12}, {0.54, 0.0011, 0.11}, {0.91, 0.0006, 0.29}},
                                {{0.88, 0.0026, 0.17}, {0.91, 0.0025, 0.18}, {0.99, 0, 0.35}}};
-constexpr int64_t kLeastSteps = 8;  // fewer do not pay for bringing the weight to shared memory
+// Fewer steps do not pay for bringing the weight to shared memory, and for transposing it.
+constexpr int64_t kLeastSteps = 8, kLeastStreamedSteps = 16;
 constexpr int64_t kMostSequences = 100;  // more were not measured
 // Layers of many sequences can run side by side on the gemm engine (stack/plan.h), which takes 0.6
 // of its time for each; so there the gain has to be larger.
@@ -136,7 +166,8 @@ constexpr double kGainOfMany = 0.4;
 
 constexpr bool is_faster(const Sizes& z, int64_t T, bool backward, const Device& device) {
   const Partition p = partition(z, device);
-  if (T < kLeastSteps || z.S > kMostSequences || p.heads == 0) return false;
+  if (p.heads == 0 || z.S > kMostSequences) return false;
+  if (T < (p.streams ? kLeastStreamedSteps : kLeastSteps)) return false;
   const double passes = double(divide_up(p.tile, pass_of(p.tile)) * divide_up(z.N, p.heads));
   const double weights = passes * p.units * z.gates * double(z.D) / 1000;
   const Gain& gain = kGains[backward][cost_row(z.gates)];

@@ -33,11 +33,11 @@ class WideProduct {
         slice_(threadIdx.x / 32 % slices_) {}
 
   // Computes the product for the sequences of a pass. source(s) is where the operand of sequence s
-  // comes from; row(source) points to the head's elements in the exchange tensor, and initial(s, i)
-  // returns element i of the initial state. It ends with a barrier, so that every thread may call
-  // sum().
-  template <typename Source, typename Row, typename Initial>
-  DEVICE void run(int count, Source source, Row row, Initial initial) {
+  // comes from; row(source) points to the head's elements in the exchange tensor, initial(s, i)
+  // returns element i of the initial state, and weight(r) points to row r of the weight in global
+  // memory. It ends with a barrier, so that every thread may call sum().
+  template <typename Source, typename Row, typename Initial, typename Weight>
+  DEVICE void run(int count, Source source, Row row, Initial initial, Weight weight) {
     float sums[kCalls][kEach] = {};
     const float* from[kSequences];
     unsigned states = 0;  // a bit for each sequence whose operand is the initial state
@@ -49,21 +49,23 @@ class WideProduct {
     }
     uint32_t words[kSequences][4];
     ask(words, from, states, 0, initial);
-    for (int begin = 0; begin < m_.product.depth; begin += m_.piece) {
+    const int tasks = m_.product.tasks, depth = m_.product.depth;
+    for (int begin = 0; begin < depth; begin += m_.piece) {
       receive(words, from, begin);
       if (begin > 0) __syncthreads();  // all warps have read the piece before
       put(words, begin);
       __syncthreads();
-      if (begin + m_.piece < m_.product.depth) ask(words, from, states, begin + m_.piece, initial);
-      multiply(sums, begin);
-    }
-    // Lane l gets the sum of value l of each call.
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kCalls; ++i) {
-      const float sum = sum_over_lanes<kEach>(sums[i]);
-      if (task_ < m_.product.tasks && lane < kEach) {
-        partial_[(slice_ * m_.product.tasks + task_) * kCalls * kEach + i * kEach + lane] = sum;
+      const bool is_last = begin + m_.piece >= depth;
+      if (!is_last) ask(words, from, states, begin + m_.piece, initial);
+      // With more tasks than warps, a warp adds up each task's sums in shared memory, piece by
+      // piece. With fewer, its only task keeps them in registers.
+      for (int task = task_; task < tasks; task += wide::kWarps) {
+        multiply(sums, task, begin, weight);
+        if (tasks > wide::kWarps) {
+          store(sums, task, begin > 0);
+        } else if (is_last) {
+          store(sums, task, false);
+        }
       }
     }
     __syncthreads();
@@ -167,31 +169,68 @@ class WideProduct {
     }
   }
 
-  DEVICE void multiply(float (&sums)[kCalls][kEach], int begin) const {
-    if (task_ >= m_.product.tasks) return;
-    const int lane = threadIdx.x % 32, depth = m_.product.depth;
-    const int end = min(m_.piece, depth - begin);
+  // Adds up the lanes' sums, stores them for sum() and clears them.
+  DEVICE void store(float (&sums)[kCalls][kEach], int task, bool adds) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kCalls; ++i) {
+      const float sum = sum_over_lanes<kEach>(sums[i]);  // lane l gets that of value l
+      float& to =
+          partial_[((slice_ * m_.product.tasks + task) * kCalls + i) * kEach + lane % kEach];
+      if (lane < kEach) to = adds ? to + sum : sum;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) sums[i][j] = 0;
+    }
+  }
+
+  template <typename Weight>
+  DEVICE void multiply(float (&sums)[kCalls][kEach], int task, int begin, Weight weight) const {
+    const int end = min(m_.piece, m_.product.depth - begin);
+    // A row outside is the last one, whose sums are not used.
+    const auto row_of = [&](int r) { return min(task * kRows + r, m_.product.rows - 1); };
     const float* rows[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {  // a row outside is the last one, whose sums are not used
-      rows[r] = weights_ + min(task_ * kRows + r, m_.product.rows - 1) * depth + begin;
-    }
+    for (int r = 0; r < kRows; ++r) rows[r] = weights_ + row_of(r) * m_.held + begin;
+    int at = slice_ * wide::kChunk + int(threadIdx.x) % 32 * 4;
+    const int held = min(end, m_.held - begin);
 #pragma unroll 1
-    for (int at = slice_ * wide::kChunk + lane * 4; at < end; at += slices_ * wide::kChunk) {
+    for (; at < held; at += slices_ * wide::kChunk) {
       float4 w[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) w[r] = *reinterpret_cast<const float4*>(rows[r] + at);
+      multiply(sums, w, at);
+    }
+    if (m_.held >= m_.product.depth) return;
 #pragma unroll
-      for (int s = 0; s < kSequences; ++s) {
-        const float4 x = *reinterpret_cast<const float4*>(stage_ + s * m_.piece + at);
+    for (int r = 0; r < kRows; ++r) rows[r] = weight(row_of(r)) + begin;
+#pragma unroll 1
+    for (; at < end; at += slices_ * wide::kChunk) {
+      float4 w[kRows];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float& sum = sums[(s * kSlots + r) / kEach][(s * kSlots + r) % kEach];
-          sum = fmaf(w[r].x, x.x, sum), sum = fmaf(w[r].y, x.y, sum);
-          sum = fmaf(w[r].z, x.z, sum), sum = fmaf(w[r].w, x.w, sum);
-        }
+      for (int r = 0; r < kRows; ++r) w[r] = load_streamed(rows[r] + at);
+      multiply(sums, w, at);
+    }
+  }
+
+  DEVICE void multiply(float (&sums)[kCalls][kEach], const float4 (&w)[kRows], int at) const {
+#pragma unroll
+    for (int s = 0; s < kSequences; ++s) {
+      const float4 x = *reinterpret_cast<const float4*>(stage_ + s * m_.piece + at);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float& sum = sums[(s * kSlots + r) / kEach][(s * kSlots + r) % kEach];
+        sum = fmaf(w[r].x, x.x, sum), sum = fmaf(w[r].y, x.y, sum);
+        sum = fmaf(w[r].z, x.z, sum), sum = fmaf(w[r].w, x.w, sum);
       }
     }
+  }
+
+  // Loads four elements of the weight, which may lie anywhere, once in many steps from memory.
+  static DEVICE float4 load_streamed(const float* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      return __ldg(reinterpret_cast<const float4*>(from));
+    }
+    return make_float4(__ldg(from), __ldg(from + 1), __ldg(from + 2), __ldg(from + 3));
   }
 };
 
