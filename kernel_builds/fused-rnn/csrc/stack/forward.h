@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   state = s.check_states(state, "state");
   // Padded units have outputs of 0. A product reads rows that contain them faster.
   if constexpr (!kProjectsBySteps) {
-    s.few_steps = projects && !save && N == 1 && !s.is_packed && !s.is_padded() && !s.casts() &&
+    s.few_steps = projects && !save && N == 1 && !s.is_padded() &&
                   is_faster_by_steps(s.B, T, G, D, O, s.dtype, tf32);
   }
   s.passes_padded = s.is_padded() && N == 1 && !s.is_packed && !projects && !save && dropout == 0;

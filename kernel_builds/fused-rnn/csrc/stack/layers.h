@@ -158,8 +158,7 @@ struct Layers {
                       "there are projections");
     }
     if (!is_packed) return;
-    begins = new_tensor(x, {T}, ScalarType::Long);
-    firsts = new_tensor(x, {B}, ScalarType::Long);
+    begins = new_tensor(x, {T}, ScalarType::Long), firsts = new_tensor(x, {B}, ScalarType::Long);
     lengths = new_tensor(x, {B}, ScalarType::Long);
     packed_rows = {(const int64_t*)begins.const_data_ptr(), (const int64_t*)firsts.const_data_ptr(),
                    (const int64_t*)lengths.const_data_ptr()};

@@ -239,7 +239,9 @@ def _of_batch(fields: Dict[str, str]) -> Dict[str, str]:
 
 
 def _of_wide(fields: Dict[str, str]) -> Dict[str, str]:
-    grid = f"{fields['heads']} heads x {fields['groups']} groups x {fields['members']} thread blocks"
+    grid = (
+        f"{fields['heads']} heads x {fields['groups']} groups x {fields['members']} thread blocks"
+    )
     return {
         "grid": f"{grid}, {fields['launches']} launches",
         "sequences of a group": f"{fields['tile']}, {fields['pass']} at a time",

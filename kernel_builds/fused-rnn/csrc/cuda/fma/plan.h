@@ -57,11 +57,13 @@ constexpr Division backward_division(int gates, int width) {
 }
 
 // Sequences whose products a lane computes at the same time: 1, 2 or 4. A tile of more sequences
-// takes them four at a time, in passes. Two are compiled for cells of one gate alone, where a step
-// of four takes more than twice as long as of one, and for GPUs since Hopper alone, to keep the
-// library small.
+// takes them four at a time, in passes. Two are compiled for cells of one gate and for a GRU of 97
+// to 128 units, where a step of four takes more than twice as long as of one, and for GPUs since
+// Hopper alone, to keep the library small.
 constexpr int together(int tile) { return std::min(tile, 4); }
-constexpr bool takes_two(int gates, int width) { return gates == 1 && width >= 128; }
+constexpr bool takes_two(int gates, int width) {
+  return gates == 1 ? width >= 128 : gates == 3 && width == 128;
+}
 
 // Stages of the input ring: a step of one sequence is shorter than the latency of memory.
 constexpr int stages(int together) { return together == 1 ? 8 : 4; }
@@ -131,10 +133,11 @@ constexpr std::array<Limit, 3> limits(int64_t D, int gates, int io_bytes, const 
 }
 
 // The number of thread blocks, or of clusters with one block per SM, that run at once. A cluster
-// stays within one part of the GPU (a GPC) of 16 to 18 SMs.
+// stays within one part of the GPU (a GPC) of 16 to 18 SMs, which lie in pairs.
 constexpr int64_t at_once(int64_t D, int gates, const Device& device) {
   const int count = members(gates, D);
-  return count == 1 ? device.sms * resident(compiled_width(D)) : device.sms / 18 * (16 / count);
+  if (count == 1) return device.sms * resident(compiled_width(D));
+  return count == 2 ? device.sms / 2 : device.sms / 18 * (16 / count);
 }
 
 // The most sequences of a block, by shared memory: one, or a multiple of four. (Two need less.) Of

@@ -52,10 +52,10 @@ void launch_wide(const typename Pass::Params& p, const wide::Partition& partitio
 }
 
 // to[head, unit, gate, j] = the weight [gate, head, j, unit] of the heads that run.
-__global__ void __launch_bounds__(256) inline transpose_weight_kernel(const BackwardParams p,
-                                                                      int gates, float* to) {
+template <int kGates>
+__global__ void __launch_bounds__(256) transpose_weight_kernel(const BackwardParams p, float* to) {
   __shared__ float tile[32][33];
-  const int64_t head = blockIdx.z / gates, gate = blockIdx.z % gates;
+  const int64_t head = blockIdx.z / kGates, gate = blockIdx.z % kGates;
   const int64_t j = blockIdx.y * 32, unit = blockIdx.x * 32;
   const float* from =
       static_cast<const float*>(p.weight) + (gate * p.N + p.first_head + head) * p.D * p.D;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(256) inline transpose_weight_kernel(const Back
   __syncthreads();
   for (int i = threadIdx.y; i < 32; i += 8) {
     const bool inside = unit + i < p.D && j + threadIdx.x < p.D;
-    const int64_t row = (head * p.D + unit + i) * gates + gate;
+    const int64_t row = (head * p.D + unit + i) * kGates + gate;
     if (inside) to[row * p.D + j + threadIdx.x] = tile[threadIdx.x][i];
   }
 }
@@ -119,8 +119,8 @@ void backward_wide(const BackwardParams& p, const Launch& launch) {
   float* const transposed = m.streams() ? static_cast<float*>(launch.scratch) : nullptr;
   if (m.streams()) {
     const unsigned tiles = unsigned(wide::divide_up(p.D, 32));
-    transpose_weight_kernel<<<dim3(tiles, tiles, unsigned(p.heads * Cell::kGates)), dim3(32, 8), 0,
-                              launch.stream>>>(p, Cell::kGates, transposed);
+    const dim3 grid(tiles, tiles, unsigned(p.heads * Cell::kGates));
+    transpose_weight_kernel<Cell::kGates><<<grid, dim3(32, 8), 0, launch.stream>>>(p, transposed);
     check(cudaGetLastError());
   }
   with_wide_pass(m.pass, [&]<int kSequences>() {

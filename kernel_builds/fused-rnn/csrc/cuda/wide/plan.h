@@ -89,7 +89,7 @@ struct Sizes {
 // How the heads and sequences of a call are divided among the thread blocks.
 struct Partition {
   int heads = 0, groups, members, units, tile;  // no heads: the engine cannot run the call
-  bool streams;                                 // whether a part of the weight streams in
+  double streamed;                              // the share of the weight that streams in
 };
 
 // Of all cells an slstm needs most shared memory.
@@ -101,7 +101,7 @@ constexpr Partition divide(const Sizes& z, int heads, int groups, const Device& 
   const int units = int(divide_up(z.D, blocks)), tile = int(divide_up(z.S, groups));
   const CellSizes cell = largest_cell(z.gates);
   if (tile > kMostTile || units * pass_of(tile) > kThreads) return {};
-  bool streams = false;
+  double share = 0;
   for (const Product& product :
        {forward_product(z.gates, z.D, units), backward_product(z.gates, z.D, units)}) {
     const Memory m = memory(product, cell, units, tile, device.shared_bytes);
@@ -109,9 +109,9 @@ constexpr Partition divide(const Sizes& z, int heads, int groups, const Device& 
     const bool one = heads == 1 && groups == 1;  // several may not stream, or have two tasks a warp
     if (m.held == 0 || streamed > (one ? kMostStreamed : 0)) return {};
     if (!one && product.tasks > kWarps) return {};
-    streams |= m.streams();
+    share = std::max(share, 1 - double(m.held) / product.depth);
   }
-  return {heads, int(divide_up(z.S, tile)), int(divide_up(z.D, units)), units, tile, streams};
+  return {heads, int(divide_up(z.S, tile)), int(divide_up(z.D, units)), units, tile, share};
 }
 
 // As many heads at once as fit, and then as many groups as leave each of them a pass of sequences.
@@ -148,7 +148,8 @@ constexpr bool can_run(const Sizes& z, int io_bytes, const Device& device) {
 
 // By how much a step of this engine is faster than one of the step or the gemm engine, as the
 // logarithm of the ratio of their times: `first`, less `weights` for every 1000 weights that a
-// thread block multiplies, in all passes, and `pass` for every pass.
+// thread block multiplies, in all passes, and `pass` for every pass. Weights that stream in count
+// twice.
 struct Gain {
   double first, weights, pass;
 };
@@ -167,9 +168,10 @@ constexpr double kGainOfMany = 0.4;
 constexpr bool is_faster(const Sizes& z, int64_t T, bool backward, const Device& device) {
   const Partition p = partition(z, device);
   if (p.heads == 0 || z.S > kMostSequences) return false;
-  if (T < (p.streams ? kLeastStreamedSteps : kLeastSteps)) return false;
+  if (T < (p.streamed > 0 ? kLeastStreamedSteps : kLeastSteps)) return false;
   const double passes = double(divide_up(p.tile, pass_of(p.tile)) * divide_up(z.N, p.heads));
-  const double weights = passes * p.units * z.gates * double(z.D) / 1000;
+  const double held = passes * p.units * z.gates * double(z.D) / 1000;
+  const double weights = held * (1 + p.streamed);
   const Gain& gain = kGains[backward][cost_row(z.gates)];
   const double least = z.S > kManySequences && z.gates > 1 ? kGainOfMany : 0;
   return gain.first - gain.weights * weights - gain.pass * passes > least;
