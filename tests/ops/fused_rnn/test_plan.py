@@ -139,6 +139,9 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     for S, told in ((56, "56 clusters"), (100, "50 clusters"), (113, "29 clusters")):
         many = explain_plan("rnn_tanh", 1, 200, S, "float32", 90)
         assert f"{told} of 2 thread blocks, {-(-S // int(told[:2]))} sequences each" in str(many)
+    for S, told in ((64, "64 clusters"), (100, "50 clusters"), (133, "34 clusters")):
+        many = explain_plan("gru", 1, 100, S, "float32", 90)
+        assert f"{told} of 2 thread blocks, {-(-S // int(told[:2]))} sequences each" in str(many)
     old = explain_plan("rnn_tanh", 1, 128, 199, "float32", "A100")
     assert "50 thread blocks, 4 sequences each" in str(old)
     large = explain_plan("lstm", 1, 1152, 1024, "bfloat16", "H100")
