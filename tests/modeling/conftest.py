@@ -86,6 +86,7 @@ def use_costs(tmp_path, monkeypatch, kernels_alone):
         monkeypatch.setenv("FLASHCELL_TUNED", str(path))
         monkeypatch.setattr(cost_tables, "_tables", [])
         monkeypatch.setattr(backend_choice, "_decided", {})
+        monkeypatch.setattr(backend_choice, "_devices", {})
         return str(path)
 
     monkeypatch.setattr(backend_choice, "VECTORS", {"AVX512": 512, "AVX2": 512, "DEFAULT": 512})

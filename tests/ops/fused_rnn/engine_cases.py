@@ -92,6 +92,7 @@ FMA = [
     Case(130, 5, 1, 128, ("state", "lengths")),
     Case(199, 5, 1, 128, MASKS),
     Case(57, 5, 1, 200, (*MASKS, "clip")),
+    Case(67, 5, 1, 200, MASKS),
     Case(4, 6, 2, 132, ("state", "cu", "reset", "hold")),
     Case(70, 5, 2, 200, MASKS),
     Case(20, 7, 1, 256, (*MASKS, "clip")),

@@ -30,11 +30,13 @@ def test_a_backward_pass_has_an_engine_of_its_own(fused_rnn):
     assert engines("lstm", 1, 264, 1024, "bfloat16", "H200") == ("batch", "gemm")
     assert engines("lstm", 1, 264, 512, "bfloat16", "H200")[1] == "grid"
     assert engines("lstm", 1, 336, 128, "float32", "H200", 20) == ("gemm", "gemm")
-    assert engines("lstm", 1, 336, 16, "float32", "H200")[0] == "step"
+    assert engines("lstm", 1, 336, 16, "float32", "H200") == ("wide", "wide")
+    assert engines("lstm", 1, 336, 16, "float32", "B200")[0] == "step"
+    assert engines("lstm", 1, 1280, 24, "float32", "H200") == ("wide", "gemm")
     # One-gate cells of two heads and few sequences, but not on GPUs that multiply by cuBLAS.
-    assert engines("rnn_tanh", 2, 2048, 4, "float32", "H200") == ("step", "step")
+    assert engines("rnn_tanh", 2, 2048, 4, "float32", "B200") == ("step", "step")
     assert engines("rnn_tanh", 2, 2048, 512, "float32", "A100", 20) == ("gemm", "gemm")
-    assert engines("lstm", 1, 512, 1, "float32", "H200") == ("step", "gemm")
+    assert engines("lstm", 1, 512, 1, "float32", "B200") == ("step", "gemm")
     assert engines("lstm", 1, 512, 1, "float32", "H200", 1) == ("step", "step")
     tf32 = {"precision": "tf32"}
     assert engines("gru", 1, 1536, 1, "float32", "H200", **tf32) == ("step", "gemm")

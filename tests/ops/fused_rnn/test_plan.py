@@ -136,7 +136,7 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "exact fp32" in exact.refused[0].name
     assert "16 thread blocks, 1 sequences each" in str(exact)
     assert "2 clusters of 7 thread blocks" in str(explain_plan("lstm", 1, 200, 2, "float32", 90))
-    for S, told in ((56, "56 clusters"), (100, "50 clusters"), (113, "29 clusters")):
+    for S, told in ((56, "56 clusters"), (100, "50 clusters"), (133, "34 clusters")):
         many = explain_plan("rnn_tanh", 1, 200, S, "float32", 90)
         assert f"{told} of 2 thread blocks, {-(-S // int(told[:2]))} sequences each" in str(many)
     for S, told in ((64, "64 clusters"), (100, "50 clusters"), (133, "34 clusters")):
