@@ -43,6 +43,23 @@ def test_a_backward_pass_has_an_engine_of_its_own(fused_rnn):
     assert engines("lstm", 2, 1152, 4, "float32", "H200", **tf32) == ("batch", "step")
 
 
+def test_when_the_wide_engine_runs(fused_rnn):
+    """From eight steps on, from 16 if a part of the weight streams in; not of many sequences."""
+
+    def engine(cell, width, batch, steps, heads=1, precision="highest", gpu="H200"):
+        call = (cell, heads, width, batch, "float32", gpu, steps, precision)
+        return fused_rnn.explain_plan(*call).engine
+
+    assert [engine("lstm", 512, 1, T) for T in (7, 8)] == ["step", "wide"]
+    assert [engine("lstm", 2048, 2, T) for T in (15, 16)] == ["step", "wide"]
+    assert [engine("rnn_tanh", 400, B, 50) for B in (100, 101)] == ["wide", "gemm"]
+    assert [engine("lstm", 512, B, 50) for B in (32, 33)] == ["wide", "step"]
+    assert [engine("gru", D, 4, 50) for D in (256, 260)] == ["fma", "wide"]
+    assert [engine("lstm", 1024, 8, 50, heads) for heads in (1, 2, 6)] == ["wide", "wide", "step"]
+    assert engine("lstm", 512, 1, 50, precision="tf32") != "wide"
+    assert engine("lstm", 512, 1, 50, gpu="A100") != "wide"
+
+
 def test_what_multiplies_a_layers_input(fused_rnn):
     """The batch engine where it is faster, of cells that add the product to h's; nothing else can."""
 
