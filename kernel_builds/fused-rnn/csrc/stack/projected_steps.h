@@ -1,7 +1,8 @@
 // An LSTM with proj_size on the CPU, step by step in the projected space: the recurrent product
 // reads h_p, which is O units wide, instead of h, which has D. A step is a product with R, the cell
 // (the engine's step, without a product of its own), and a product with W_hr. On a GPU, where a
-// launch costs more than the wider product, projection.h runs the recurrence in the hidden space.
+// launch costs more than the wider product, projection.h runs the recurrence in the hidden space,
+// but for few steps in inference.
 #pragma once
 #include "layers.h"
 

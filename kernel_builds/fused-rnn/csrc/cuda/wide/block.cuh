@@ -43,7 +43,8 @@ DEVICE void load_wide_weights(float* to, const wide::Memory& m, Element element)
   }
 }
 
-// Loads a value if it is wanted, else returns 0. The load starts where it stands.
+// Loads a value if it is wanted, else returns 0. It is volatile so that the compiler does not move
+// the load behind the wait for the operand.
 DEVICE float load_ahead(bool wanted, const float* from) {
   float value = 0;
   asm volatile("{.reg .pred p;\n setp.ne.b32 p, %2, 0;\n @p ld.global.nc.b32 %0, [%1];}"

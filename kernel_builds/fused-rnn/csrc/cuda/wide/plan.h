@@ -12,7 +12,8 @@ using fma::divide_up, fma::round_up;
 constexpr int kThreads = 384, kWarps = kThreads / 32;
 constexpr int kLane = 4, kChunk = 32 * kLane;  // elements of the depth that a lane, a warp reads
 constexpr int kMostPiece = kThreads * kLane;   // elements of a sequence that are staged at once
-// The same of each of eight sequences, where a part of the weight streams in.
+// The same where a part of the weight streams in and a pass has eight sequences, which leaves more
+// room for the weight.
 constexpr int kStreamedPiece = 1024;
 constexpr int64_t kMostStreamed = 50'000'000;  // bytes of all thread blocks; the L2 cache has 50 MB
 constexpr int kMostTile = 64;                  // sequences of a thread block

@@ -1,5 +1,5 @@
-// The product of the wide engine: weights in shared memory times an operand that
-// other thread blocks have written, in exact fp32.
+// The product of the wide engine, in exact fp32: weights in shared memory, or streamed from the L2
+// cache, times an operand that other thread blocks have written.
 #pragma once
 #include "../grid/exchange.cuh"
 #include "../lanes.cuh"
@@ -19,8 +19,9 @@ class WideProduct {
   static constexpr int kSlots = wide::kMostRows;  // of a sequence, for the rows of a task
   static constexpr int kEach = kSequences * kSlots < 32 ? kSequences * kSlots : 32;
   static constexpr int kCalls = kSequences * kSlots / kEach;
-  // `weights`, `stage` and `partial` lie in shared memory.
-  // Of the depth, parts of `part` elements are `stride` elements apart in the exchange tensor.
+
+  // A row of the exchange tensor has the operand in parts of `part` elements, which begin `stride`
+  // elements apart: one part forward, and one for each gate backward.
   DEVICE WideProduct(const wide::Memory& m, float* memory, int part, int stride)
       : m_(m),
         part_(part),
@@ -225,7 +226,7 @@ class WideProduct {
     }
   }
 
-  // Loads four elements of the weight, which may lie anywhere, once in many steps from memory.
+  // Loads four elements of the weight, whose first need not lie at a multiple of 16 bytes.
   static DEVICE float4 load_streamed(const float* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
       return __ldg(reinterpret_cast<const float4*>(from));
