@@ -55,7 +55,8 @@ class Component:
     def archs_for(self, requested: tuple[str, ...]) -> tuple[str, ...]:
         """Returns those of the requested archs that this component supports: those that it names, and
         later ones without instructions of their own, because what compiles for an arch compiles for
-        all that follow it."""
+        all that follow it. If there is none, the first that was requested: the linker needs the
+        component's functions, whose kernels trap there."""
         if not self.archs:
             return requested
         own = {arch.removesuffix("+PTX") for arch in self.archs}
@@ -66,7 +67,7 @@ class Component:
             later = number[-1].isdigit() and plain and _capability(number) > min(plain)
             return number in own or bool(later)
 
-        return tuple(filter(supports, requested))
+        return tuple(filter(supports, requested)) or requested[:1]
 
 
 def _capability(arch: str) -> tuple[int, ...]:

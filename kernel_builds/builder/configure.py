@@ -26,9 +26,6 @@ def cmake_text(
     ]
     for component in kernel.components_for(backend, machine):
         own = component.archs_for(archs)
-        if component.backend == "cuda" and not own:
-            lines.append(f'message(STATUS "{component.name}: for none of the archs, left out")')
-            continue
         lines.append(
             f"kernel_component({component.name}"
             f"\n  SOURCES {quote(kernel.root / s for s in component.sources)}"

@@ -4,6 +4,7 @@
 // pattern is gone. Every word is written once per launch and is its own flag, so relaxed accesses
 // suffice: no fence, no atomic, no epoch.
 #pragma once
+#include "../engine.h"
 #include "../sequence.cuh"
 #include "common/cuda/ptx/prefetch.cuh"
 
@@ -13,32 +14,15 @@ namespace flashcell::cuda {
 // results below the pattern.
 constexpr uint32_t kUnwritten = 0xffffffffu;
 
-// Fills the rows of steps that run; the other rows are never polled. A row has `gates` parts of N
-// heads each.
+// Fills the rows of the steps that run, in the tensor that thread blocks exchange; a row has
+// `gates` parts of N heads each. The other rows are never polled.
 template <typename IO>
-__global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* medium, int gates) {
-  const Column column(p, blockIdx.x);
-  const bool all = p.heads == p.N;  // then the rows of all gates follow each other without gaps
-  const int64_t whole = p.N * p.D / IoTraits<IO>::kVector;  // vectors of a part
-  const int64_t vectors = p.heads * p.D / IoTraits<IO>::kVector * (all ? gates : 1);
-  const int64_t first = p.first_head * p.D / IoTraits<IO>::kVector;
-  uint4* to = reinterpret_cast<uint4*>(medium) + column.row * gates * whole + first;
-  const int64_t count = column.length * (all ? 1 : gates) * vectors;
-  for (int64_t i = blockIdx.y * 256 + threadIdx.x; i < count; i += gridDim.y * 256) {
-    to[all ? i : i / vectors * whole + i % vectors] =
-        make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten);
-  }
-}
+void fill_exchanged(const SequenceParams& p, void* tensor, int gates, const Launch& launch);
 
-// Rounds the initial states to [count] io, the first operand, and keeps them from the pattern.
+// Rounds `count` values of the initial states to io, the first operand, and keeps them from the
+// pattern.
 template <typename IO>
-__global__ void __launch_bounds__(256) round_kernel(const float* from, IO* to, int64_t pairs) {
-  const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
-  if (i >= pairs) return;
-  auto pair = Pair<IO>::of(from[2 * i], from[2 * i + 1]);
-  for (uint32_t& word : pair.word) word = min(word, kUnwritten - 1);
-  reinterpret_cast<Pair<IO>*>(to)[i] = pair;
-}
+void round_states(const float* from, void* to, int64_t count, cudaStream_t stream);
 
 // Loads into `words` if wanted. Relaxed loads at gpu scope bypass the L1 cache.
 DEVICE void request(uint32_t (&words)[4], const void* from, bool wanted) {

@@ -153,21 +153,16 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   if (!has_room(Pass::kShape, p.S, p.heads, p.D, together, launch.device)) return false;
 
   if (Pass::kDescends || p.T > 1) {  // in a single forward step nothing polls h
-    const int parts = int(std::clamp<int64_t>(8 * sms / p.S, 1, 4096));
-    fill_kernel<IO>
-        <<<dim3(unsigned(p.S), parts), 256, 0, launch.stream>>>(p, Pass::medium(p), Pass::kGates);
-    check(cudaGetLastError());
+    fill_exchanged<IO>(p, Pass::medium(p), Pass::kGates, launch);
   }
   int64_t initial = 0;
   if constexpr (!Pass::kDescends) {
-    const int64_t pairs = p.S * p.N * p.D / 2;
     if (p.initial != nullptr) {
       initial = (reinterpret_cast<intptr_t>(launch.scratch) -
                  reinterpret_cast<intptr_t>(Pass::medium(p))) /
                 int64_t(sizeof(IO));
-      round_kernel<IO><<<unsigned(divide_up(pairs, 256)), 256, 0, launch.stream>>>(
-          static_cast<const float*>(p.initial), static_cast<IO*>(launch.scratch), pairs);
-      check(cudaGetLastError());
+      round_states<IO>(static_cast<const float*>(p.initial), launch.scratch, p.S * p.N * p.D,
+                       launch.stream);
     }
   }
   const int64_t heads = heads_at_once(Pass::kShape, p.heads, p.D, together);

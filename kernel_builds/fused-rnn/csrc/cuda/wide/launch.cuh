@@ -16,6 +16,7 @@
 #include "../launch.h"
 #include "backward.cuh"
 #include "forward.cuh"
+#include "transpose.h"
 
 namespace flashcell::cuda {
 
@@ -51,34 +52,6 @@ void launch_wide(const typename Pass::Params& p, const wide::Partition& partitio
   }
 }
 
-// to[head, unit, gate, j] = the weight [gate, head, j, unit] of the heads that run.
-template <int kGates>
-__global__ void __launch_bounds__(256) transpose_weight_kernel(const BackwardParams p, float* to) {
-  __shared__ float tile[32][33];
-  const int64_t head = blockIdx.z / kGates, gate = blockIdx.z % kGates;
-  const int64_t j = blockIdx.y * 32, unit = blockIdx.x * 32;
-  const float* from =
-      static_cast<const float*>(p.weight) + (gate * p.N + p.first_head + head) * p.D * p.D;
-  for (int i = threadIdx.y; i < 32; i += 8) {
-    const bool inside = j + i < p.D && unit + threadIdx.x < p.D;
-    if (inside) tile[i][threadIdx.x] = from[(j + i) * p.D + unit + threadIdx.x];
-  }
-  __syncthreads();
-  for (int i = threadIdx.y; i < 32; i += 8) {
-    const bool inside = unit + i < p.D && j + threadIdx.x < p.D;
-    const int64_t row = (head * p.D + unit + i) * kGates + gate;
-    if (inside) to[row * p.D + j + threadIdx.x] = tile[threadIdx.x][i];
-  }
-}
-
-// Fills the rows that the thread blocks wait for, in the tensor that they exchange.
-inline void fill_exchanged(const SequenceParams& p, void* tensor, int gates, const Launch& launch) {
-  const int parts = int(std::clamp<int64_t>(8 * launch.device.sms / p.S, 1, 4096));
-  fill_kernel<float><<<dim3(unsigned(p.S), unsigned(parts)), 256, 0, launch.stream>>>(
-      p, static_cast<float*>(tensor), gates);
-  check(cudaGetLastError());
-}
-
 // Calls a function with the number of sequences of a pass that a kernel is compiled for.
 template <typename Function>
 void with_wide_pass(int pass, Function function) {
@@ -103,7 +76,7 @@ void forward_wide(const ForwardParams& p, const Launch& launch) {
   const int units = partition.units, tile = partition.tile;
   const auto product = wide::forward_product(Cell::kGates, p.D, units);
   const auto m = wide::memory(product, kSizesOf<Cell>, units, tile, launch.device.shared_bytes);
-  if (p.T > 1) fill_exchanged(p, p.h, 1, launch);
+  if (p.T > 1) fill_exchanged<float>(p, p.h, 1, launch);
   with_wide_pass(m.pass, [&]<int kSequences>() {
     launch_wide<WideForward<Cell, kSequences>>(p, partition, m, nullptr, launch);
   });
@@ -115,14 +88,9 @@ void backward_wide(const BackwardParams& p, const Launch& launch) {
   const int units = partition.units, tile = partition.tile;
   const auto product = wide::backward_product(Cell::kGates, p.D, units);
   const auto m = wide::memory(product, kSizesOf<Cell>, units, tile, launch.device.shared_bytes);
-  fill_exchanged(p, Cell::kSplitGrad ? p.dr : p.dx, Cell::kGates, launch);
+  fill_exchanged<float>(p, Cell::kSplitGrad ? p.dr : p.dx, Cell::kGates, launch);
   float* const transposed = m.streams() ? static_cast<float*>(launch.scratch) : nullptr;
-  if (m.streams()) {
-    const unsigned tiles = unsigned(wide::divide_up(p.D, 32));
-    const dim3 grid(tiles, tiles, unsigned(p.heads * Cell::kGates));
-    transpose_weight_kernel<Cell::kGates><<<grid, dim3(32, 8), 0, launch.stream>>>(p, transposed);
-    check(cudaGetLastError());
-  }
+  if (m.streams()) wide::transpose_weight(p, Cell::kGates, transposed, launch.stream);
   with_wide_pass(m.pass, [&]<int kSequences>() {
     launch_wide<WideBackward<Cell, kSequences>>(p, partition, m, transposed, launch);
   });
