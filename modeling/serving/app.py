@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -151,8 +152,10 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     if length.isdigit() and int(length) > most:
         raise ApiError(413, f"the body has {length:.20} bytes, but may have {most}")
     try:
-        return await asyncio.wait_for(receive_all(request, most), seconds)
-    except (asyncio.TimeoutError, TimeoutError):
+        # Not asyncio.wait_for, which before Python 3.12 can lose the cancellation of its caller.
+        with anyio.fail_after(seconds):
+            return await receive_all(request, most)
+    except TimeoutError:
         raise ApiError(408, f"the body took more than {seconds:g} s") from None
 
 

@@ -182,6 +182,34 @@ def kill_and_start(one, times: int, folder, model) -> None:
     assert found[-1] > found[0], "no kill came while there were new states"
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_request_that_is_cancelled_ends(turns):
+    """However many turns of the event loop after its begin: a lost cancellation would let it run on."""
+    from starlette.requests import Request
+
+    from flashcell.serving.app import read_body
+
+    async def receive() -> dict:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"{}"}
+
+    async def read() -> str:
+        headers = [(b"content-type", b"application/json")]
+        await read_body(Request({"type": "http", "headers": headers}, receive), 100, 10)
+        while True:  # the answer
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(read())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=1)
+        assert done
+
+    asyncio.run(run())
+
+
 def test_a_killed_server_starts_again(start, tmp_path):
     """States on disk are whole or gone, and the next start finds those that are whole."""
     one = start("--state-folder", tmp_path / "states", "--slots", 4)

@@ -46,13 +46,14 @@ class Replica:
         """Yields the application's answer to one request; `beginnings` is for the router.
 
         The caller ends it by cancelling: then what runs of the answer ends too."""
-        begun = False
+        begun, gone = False, asyncio.Event()
         sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
         async def receive() -> dict[str, Any]:
             nonlocal begun
             if begun:
-                await asyncio.Event().wait()  # for ever: a client that has gone ends the task
+                await gone.wait()
+                return {"type": "http.disconnect"}
             begun = True
             return {"type": "http.request", "body": body, "more_body": False}
 
@@ -80,6 +81,7 @@ class Replica:
                     message = await sent.get()
             await task  # raises what the application raised
         finally:
+            gone.set()
             task.cancel()
 
     async def metrics(self) -> tuple[str, str]:
