@@ -95,7 +95,8 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
     if states_override_torch(hx) or (kernel is None and overrides_torch(module, data)):
         return "torch: the input, a state or the weights have a __torch_function__ of their own"
     if kernel is None:
-        return f"torch: no kernel of ours runs {data.dtype} on {data.device.type} here"
+        kind = data.dtype if data.layout is torch.strided else data.layout
+        return f"torch: no kernel of ours runs {kind} on {data.device.type} here"
     key = _key(module, module.call_kind, input)
     found = None if key is None else _predict(key)
     if found is None:
@@ -128,7 +129,7 @@ def _key(module: Any, kind: int, input: Any) -> _Key | None:
     if type(weight) is not Parameter:
         return None
     code = CODES.get(input.dtype)
-    if code is None:
+    if code is None or input.layout is not torch.strided:
         return None
     if input.is_cpu:
         device = -torch.get_num_threads()

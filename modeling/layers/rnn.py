@@ -25,10 +25,12 @@ What differs: dropout draws other numbers from the same seed; outputs of our ker
 with batch_first too, those of torch.nn's forward are not; gradients that are to be differentiated
 again (create_graph=True) are computed by torch's own code, which takes longer and gives a warning;
 derivatives in forward mode (torch.func.jvp) are those of plain PyTorch code, also with a warning;
-there is no torch.jit.script (an error says so). torch.compile breaks the graph at every module that
-is an nn.LSTM, nn.GRU or nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile
-with fullgraph=True. torch.export takes them as they are, and torch.onnx.export writes ONNX's own
-operators (onnx_export.py).
+autograd has one node for all results of a call, as for cuDNN's: a hook of a result that the loss does
+not use gets None, and an LSTMCell's h' does not depend on the tensor c'; an infinite or NaN weight of
+h does not show in a first step without an initial state; there is no torch.jit.script (an error says
+so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or nn.RNN, these too;
+with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True. torch.export takes them
+as they are, and torch.onnx.export writes ONNX's own operators (onnx_export.py).
 """
 
 from typing import Any
@@ -86,8 +88,9 @@ class _StandIn(nn.Module):
         fallback = "torch.nn's own forward"
         kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend, fallback)
         if auto:
-            # No CUDA kernel has fp64, and none has complex numbers.
-            no_kernel = data.is_complex() or (data.is_cuda and data.dtype == torch.float64)
+            # No CUDA kernel has fp64, and none has complex numbers or sparse tensors.
+            no_kernel = data.is_complex() or data.layout is not torch.strided
+            no_kernel = no_kernel or (data.is_cuda and data.dtype == torch.float64)
             return None if no_kernel or kernel is fused_rnn else kernel
         return kernel
 

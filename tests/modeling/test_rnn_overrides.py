@@ -1,5 +1,5 @@
 """Tests the stand-ins for torch.nn's modules with inputs and weights that our kernels do not take: those
-with a __torch_function__, and complex numbers."""
+with a __torch_function__, complex numbers, sparse tensors, and biases changed later."""
 
 import re
 
@@ -127,3 +127,36 @@ def test_complex_numbers(kind):
         return
     for found, one in zip(flatten(ours(x)), wanted, strict=True):
         assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_inputs(kind, layout):
+    theirs, ours = make_twins(kind, I, D, dtype=torch.float32)
+    x = torch.randn(B, I).relu().to_sparse(layout=layout)
+    for found, wanted in zip(flatten(ours(x)), flatten(theirs(x)), strict=True):
+        assert torch.equal(found, wanted)
+    assert "no kernel of ours runs torch.sparse" in flashcell.explain(ours, x)
+
+
+BIASES = [{"bias_ih": None, "bias_hh": None}, {"bias_ih": None}, {"bias_hh": None}, {"bias": False}]
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("changes", BIASES, ids=" ".join)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_biases_of_cells_are_the_parameters(kind, changes, autocast):
+    """Whatever the attribute `bias` says, as in torch.nn."""
+    twins = make_twins(kind, I, D, dtype=torch.float32)
+    x, found = torch.randn(B, I), []
+    for module in twins:
+        for name, value in changes.items():
+            setattr(module, name, value)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            out = flatten(module(x))
+        sum(o.float().sum() for o in out).backward()
+        grads = [p.grad for p in module.parameters()]
+        found.append([*out, *grads])
+    loose = LOOSE if not autocast else 8 * EPS[torch.bfloat16]
+    for want, got in zip(*found, strict=True):
+        assert_close("value", got.float(), want.float(), loose)

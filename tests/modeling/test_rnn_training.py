@@ -186,6 +186,21 @@ def test_compiled_gradients_are_separate(fused_rnn, kind, compiler):
         assert_separate(differentiate(module, torch.float32, compiled))
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRUCell"])
+def test_compiled_autograd(fused_rnn, kind):
+    """It compiles what the graph of a call that was not compiled consists of."""
+    twins, found = make_twins(kind, WIDTH, HIDDEN, dtype=torch.float32), []
+    x = torch.randn(*(() if "Cell" in kind else (5,)), 3, WIDTH)
+    for module in twins:
+        torch._dynamo.reset()
+        run = lambda: sum(o.sum() for o in flatten(module(x))).backward()  # noqa: B023
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(run, backend="eager")()
+        found.append(dict(module.named_parameters()))
+    for name, want in found[0].items():
+        assert_close(name, found[1][name].grad, want.grad, 64 * EPS[torch.float32])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_models_are_separate(make_model, tokens, case):
     model, ids = make_model(case), tokens(2, 7)

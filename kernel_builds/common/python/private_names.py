@@ -47,8 +47,17 @@ def _look_for_gradients(*inputs: Any) -> bool:
 # nothing there.
 BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or nullcontext
 # Without it, each call asks once more whether a transform of torch.func is active.
-EagerFunction: Any = find("torch.autograd.function._SingleLevelFunction", LONGER)
-EagerFunction = EagerFunction or torch.autograd.Function
+_Function: Any = find("torch.autograd.function._SingleLevelFunction", LONGER)
+_Function = _Function or torch.autograd.Function
+
+
+class EagerFunction(_Function):
+    """The autograd.Function of calls that nothing transforms."""
+
+    if "_compiled_autograd_key" in vars(torch.autograd.Function):  # compiled autograd asks for it
+        _compiled_autograd_key = vars(torch.autograd.Function)["_compiled_autograd_key"]
+
+
 any_requires_grad: Any = find("torch._C._any_requires_grad", LONGER) or _look_for_gradients
 # True is right for every call: what torch.func needs can be called without it.
 transforms_are_active: Any = find("torch._C._are_functorch_transforms_active", f"{LONGER}, {EAGER}")
@@ -191,16 +200,21 @@ def weight_of(module: Any, name: str) -> Any:
 
 
 def parameters_of_cell(module: Any) -> List[torch.Tensor]:
-    """Returns weight_ih, weight_hh, and bias_ih, bias_hh of a torch.nn cell that has a bias; getattr takes
-    several times as long for parameters."""
+    """Returns weight_ih, weight_hh, and bias_ih, bias_hh of a torch.nn cell, if it has either; getattr
+    takes several times as long for parameters."""
     own = module._parameters
     try:
-        if module.bias:
-            return [own["weight_ih"], own["weight_hh"], own["bias_ih"], own["bias_hh"]]
-        return [own["weight_ih"], own["weight_hh"]]
+        weights = [own["weight_ih"], own["weight_hh"]]
+        b_ih, b_hh = own["bias_ih"], own["bias_hh"]
     except KeyError:  # one is computed
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        return [getattr(module, name) for name in names[: 4 if module.bias else 2]]
+        weights = [module.weight_ih, module.weight_hh]
+        b_ih, b_hh = module.bias_ih, module.bias_hh
+    if b_ih is not None and b_hh is not None:
+        return [*weights, b_ih, b_hh]
+    if b_ih is None and b_hh is None:
+        return weights
+    zeros = torch.zeros_like(b_hh if b_ih is None else b_ih)
+    return [*weights, zeros if b_ih is None else b_ih, zeros if b_hh is None else b_hh]
 
 
 def weights_are_flat(module: Any) -> bool:

@@ -173,7 +173,7 @@ def _run_cell(
     dtype, without_autocast = _autocast(input)
     with without_autocast:
         engine = Engine(kernel, cell, Layout(), {}, module.hidden_size)
-        heads = make_heads(kernel.CELLS[cell], [parameters], module.bias)
+        heads = make_heads(kernel.CELLS[cell], [parameters], len(parameters) > 2)
         gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)
         state = tuple(s.unsqueeze(1) for s in states) if states else None
         h, (_, *others) = engine.advance(heads, gates, state)
