@@ -34,8 +34,8 @@ from .layers.decode_linear import (
 )
 from .layers.feed_forward import cast_once
 from .layers.mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
+from .recurrent_block import RecurrentBlock
 from .recurrent_model import (
-    RecurrentBlock,
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
     RecurrentForTokenClassification,

@@ -27,8 +27,8 @@ from .layers.diagonal_rnn import FlashGRU, FlashLSTM
 from .layers.feed_forward import SwiGLU, make_norm
 from .layers.headwise_linear import HeadwiseLinear
 from .layers.recurrent_mixer import RecurrentMixer
+from .recurrent_block import RecurrentBlock
 from .recurrent_model import (
-    RecurrentBlock,
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
     RecurrentForTokenClassification,

@@ -20,8 +20,8 @@ from .layers.feed_forward import make_norm
 from .layers.headwise_linear import HeadwiseLinear
 from .layers.mlstm import GateLinear, HeadNorm
 from .layers.xlstm_mixers import GeGLU, SLSTMMixer, XLSTMMixer
+from .recurrent_block import RecurrentBlock
 from .recurrent_model import (
-    RecurrentBlock,
     RecurrentForCausalLM,
     RecurrentForSequenceClassification,
     RecurrentForTokenClassification,

@@ -2,7 +2,7 @@
 
 A family `<F>` is a configuration (configuration/recurrent_config.py), blocks and a few lines each of
 
-    class <F>Block(RecurrentBlock)                                 `run`: one block over [B, T, H]
+    class <F>Block(RecurrentBlock)                                 `run`: one block (recurrent_block.py)
     class <F>PreTrainedModel(RecurrentPreTrainedModel)             config, names, `_init_weights`
     class <F>Model(RecurrentModel, <F>PreTrainedModel)             __init__: embeddings, blocks, norm
     class <F>ForCausalLM(RecurrentForCausalLM, <F>PreTrainedModel, GenerationMixin)  `backbone_class`
@@ -24,7 +24,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
-    GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.processing_utils import Unpack
@@ -38,32 +37,10 @@ from .layers.causal_conv import CausalConv1d
 from .layers.decode_linear import ROWS, FusedHead, find_step_linear, operands
 from .quantization.config import check_trainable
 from .quantization.linear import QuantizedLinear
+from .recurrent_block import RecurrentBlock
 from .state.assisted import tried_tokens
-from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries, join_chunks
-from .state.cache import CACHE, NAMES, RecurrentStateLayer, check_cache, one_cache
-
-
-class RecurrentBlock(GradientCheckpointingLayer):
-    """Base class of one block; each family implements `run`."""
-
-    def __init__(self, layer_idx: int):
-        super().__init__()
-        self.layer_idx = layer_idx
-
-    # hidden_states is positional for checkpointing and for output_hidden_states
-    def forward(
-        self,
-        hidden_states: torch.Tensor,  # [B, T, H]
-        past_key_values: Cache | None = None,
-        boundaries: Boundaries = NO_BOUNDARIES,
-    ) -> torch.Tensor:  # [B, T, H]
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        return self.run(hidden_states, cache, boundaries)
-
-    def run(
-        self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
-    ) -> torch.Tensor:
-        raise NotImplementedError
+from .state.boundaries import cut_prompt, find_boundaries, join_chunks
+from .state.cache import CACHE, NAMES, check_cache, one_cache
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
@@ -124,13 +101,14 @@ class RecurrentModel:
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         past_key_values = one_cache(past_key_values, cache)
-        checkpoints = self.gradient_checkpointing and self.training
-        if self.training and torch.is_grad_enabled():
+        trains = self.training and torch.is_grad_enabled()
+        checkpoints = self.gradient_checkpointing and trains
+        if trains:
             check_trainable(self)
         if past_key_values is not None and checkpoints:
             raise ValueError(
                 "past_key_values is given, but must be None under gradient checkpointing, which "
-                "runs every block twice: to generate, call eval() first"
+                "runs every block twice"
             )
         if use_cache and past_key_values is None and not checkpoints:
             past_key_values = DynamicCache(config=self.config)

@@ -69,8 +69,18 @@ def test_checkpointing_refuses_a_cache(case, make_model, tokens):
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="past_key_values is given, but must be None"):
         model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"to generate, call eval\(\) first"):
-        model.generate(ids, max_new_tokens=2)
+
+
+def test_generation_while_training_with_checkpoints(case, make_model, tokens):
+    """A callback of a Trainer may show what the model says."""
+    model, ids = make_model(case).train(), tokens(2, 4)
+    wanted = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.gradient_checkpointing_enable()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            found = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, wanted)
+    assert model.training
 
 
 def test_grad_clip_reaches_the_cell(make_model, tokens):
