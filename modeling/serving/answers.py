@@ -19,9 +19,10 @@ class Writer:
 
     def __init__(
         self, asked: Asked, answer: Answer, model: str, decode: Decode,
-        stop: Callable[[list[Choice]], None],
+        token_bytes: Callable[[int], bytes | None], stop: Callable[[list[Choice]], None],
     ):  # fmt: skip
         self.asked, self.answer, self.decode = asked, answer, decode
+        self.token_bytes = token_bytes
         self._stop = stop  # ends choices in the engine, whose text has come to a stop string
         kind, name = ("chat.completion", "chatcmpl") if asked.chat else ("text_completion", "cmpl")
         self.frame = {
@@ -120,17 +121,24 @@ class Writer:
         offsets = []
         for own, _ in rows:
             offsets.append(choice.offset)
-            choice.offset += len(own["token"])
+            choice.offset += sum(byte & 0xC0 != 0x80 for byte in own["bytes"] or ())  # begin in it
+        tops = [{one["token"]: one["logprob"] for one in [*top, own]} for own, top in rows]
         return {
             "tokens": [own["token"] for own, _ in rows],
             "token_logprobs": [own["logprob"] for own, _ in rows],
-            "top_logprobs": [{one["token"]: one["logprob"] for one in top} for _, top in rows],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.decode([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        text, found = self.decode([token]), self.token_bytes(token)
+        if (
+            found is not None and found != text.encode()
+        ):  # a part of a character, as OpenAI writes it
+            text = "".join(f"\\x{byte:02x}" for byte in found)
+            text = text if self.asked.chat else f"bytes:{text}"
+        given = None if found is None else list(found)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": given}
 
     def _usage(self) -> dict[str, Any]:
         choices = self.answer.choices

@@ -27,6 +27,10 @@ from .text import Text
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
 SMALL = 4096  # bytes of a body that is checked on the event loop; larger ones in a thread
+LARGE = (
+    2**17
+)  # bytes of a body whose text takes long; no more than LARGE_AT_ONCE of them in threads
+LARGE_AT_ONCE = 2
 SECURITY = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -45,15 +49,22 @@ class Server:
     engine: Engine
     metrics: Metrics
     decode: Callable[[list[int]], str]
+    token_bytes: Callable[[int], bytes | None]
     states: PrefixStates | None = None
     key: str | None = None
     hosts: set[str] | None = None  # names that a Host header may have; None for any
     body_seconds: float = 30.0  # for the body of a request
     created: int = field(default_factory=lambda: int(time.time()))
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
 
     async def answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
         body = await read_body(request, self.protocol.limits.body_bytes, self.body_seconds)
-        if len(body) > SMALL or (self.states is not None and self.states.folder is not None):
+        if len(body) > LARGE:
+            async with self.large:
+                if await request.is_disconnected():
+                    raise ClientGone
+                asked, choices = await asyncio.to_thread(self.prepare, read, body)
+        elif len(body) > SMALL or (self.states is not None and self.states.folder is not None):
             asked, choices = await asyncio.to_thread(self.prepare, read, body)
         else:
             asked, choices = self.prepare(read, body)
@@ -67,7 +78,8 @@ class Server:
                 headers={"retry-after": "1"},
             )  # fmt: skip
         answer = Answer(choices)
-        writer = Writer(asked, answer, self.name, self.decode, engine.cancel)
+        own = self.decode, self.token_bytes
+        writer = Writer(asked, answer, self.name, *own, engine.cancel)
         engine.submit(answer)
         if asked.stream:
             return EventStream(writer.chunks(), answer, self.finish)

@@ -123,6 +123,7 @@ def make_server(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> An
     from .engine import Engine
     from .metrics import Metrics
     from .protocol import Limits, Protocol
+    from .text import TokenBytes
 
     limits = Limits(arguments.max_prompt_tokens, arguments.max_new_tokens, arguments.max_body_bytes)
     name = arguments.name or Path(arguments.model).name
@@ -136,9 +137,11 @@ def make_server(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> An
     states = make_states(model, arguments)
     metrics.watch(engine, states)
 
+    decode = make_decode(tokenizer)
     return Server(
-        name, protocol, engine, metrics, make_decode(tokenizer), states, read_key(arguments),
-        allowed_hosts(arguments.host, arguments.allow_host), arguments.body_seconds,
+        name, protocol, engine, metrics, decode, TokenBytes(tokenizer, decode), states,
+        read_key(arguments), allowed_hosts(arguments.host, arguments.allow_host),
+        arguments.body_seconds,
     )  # fmt: skip
 
 

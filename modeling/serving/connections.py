@@ -5,6 +5,7 @@ uvicorn waits for ever for the end of a request's head, and keeps all of it.
 
 import asyncio
 import logging
+import select
 import socket
 from typing import Any
 
@@ -23,12 +24,15 @@ class Connection(HttpToolsProtocol):
     SEND_BYTES = 131_072  # that the kernel keeps for a reader
     HEAD_SECONDS = 20.0  # for the head of a request, from its first byte or the connection's begin
     STALLED_SECONDS = 120.0  # after which a client that reads nothing is given up
+    LOOK_SECONDS = 1.0  # after which an unread connection is looked at for its end
 
+    _look: asyncio.TimerHandle | None = None
     _head: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _in_head, _head_bytes = True, 0
 
     def connection_made(self, transport: Any) -> None:
+        self._earlier: list[Any] = []  # requests without a whole answer, before the last one
         super().connection_made(transport)
         if len(self.connections) > self.MOST:
             self._refuse(of_server(f"there are {self.MOST} connections, which is the most", 503))
@@ -40,9 +44,13 @@ class Connection(HttpToolsProtocol):
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head, self._stalled):
+        for timer in (self._head, self._stalled, self._look):
             if timer is not None:
                 timer.cancel()
+        for cycle in self._earlier:  # of the last request uvicorn says so itself
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -88,7 +96,12 @@ class Connection(HttpToolsProtocol):
         if self._head is not None:
             self._head.cancel()
             self._head = None
+        before = self.cycle
         super().on_headers_complete()
+        if before is not None and before is not self.cycle and not before.response_complete:
+            self._earlier.append(before)
+            if self._look is None:
+                self._look_for_end()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -133,6 +146,20 @@ class Connection(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.close()
+
+    def _look_for_end(self) -> None:
+        """Ends the connection if the client has closed it: while a request waits for the answer to an
+        earlier one, uvicorn does not read, and would not see it."""
+        self._look = None
+        self._earlier = [cycle for cycle in self._earlier if not cycle.response_complete]
+        if not self._earlier:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._look = self.loop.call_later(self.LOOK_SECONDS, self._look_for_end)
 
     def _give_up(self) -> None:
         logger.info("a client has read nothing for %g s", self.STALLED_SECONDS)

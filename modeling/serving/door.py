@@ -4,7 +4,7 @@ import hmac
 import ipaddress
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from .errors import ApiError
 from .metrics import Metrics
@@ -75,4 +75,5 @@ def allowed_hosts(host: str, more: list[str]) -> set[str] | None:
 def response_of(error: ApiError) -> Response:
     # With these the rest of the body has not been read, and nothing good may follow it.
     close = {"connection": "close"} if error.status in (401, 408, 413, 415, 421) else {}
-    return JSONResponse(error.body(), error.status, {**error.headers, **close})
+    headers = {**error.headers, **close}
+    return Response(error.content(), error.status, headers, "application/json")

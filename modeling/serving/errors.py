@@ -15,12 +15,10 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.kind, self.headers = kind, headers or {}
 
-    def body(self) -> dict[str, Any]:
-        said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": said}
-
     def content(self) -> bytes:
-        return json.dumps(self.body()).encode()
+        """Returns JSON in ASCII: a client may have sent half of a surrogate pair."""
+        said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": said}).encode()
 
 
 class ClientGone(Exception):
@@ -34,7 +32,10 @@ def wrong(param: str, was: Any, must: str, code: str = "invalid_value") -> ApiEr
 
 def shown(value: Any) -> str:
     """Returns a value as JSON, cut to a length that a message can have."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -42,9 +42,11 @@ def malformed(why: str) -> ApiError:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise malformed(f"has {shown(twice)} twice in one object")
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise malformed(f"has {shown(name)} twice in one object")
+            seen.add(name)
     return found
 
 

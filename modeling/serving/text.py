@@ -1,6 +1,8 @@
-"""Text from tokens as they come, and the stop strings that end it."""
+"""Text from tokens as they come, the stop strings that end it, and the bytes of single tokens."""
 
+import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 UNFINISHED = "�"  # what a decoder gives for bytes that are not a whole character
 LONGEST = 16  # tokens that are kept because the text ends within a character
@@ -71,3 +73,32 @@ class Text:
             if any(stop.startswith(piece[-size:]) for stop in self.stops):
                 return size
         return 0
+
+
+class TokenBytes:
+    """The bytes of a token, which may be a part of a character; None where the tokenizer does not say."""
+
+    def __init__(self, tokenizer: Any, decode: Callable[[list[int]], str]):
+        self._tokenizer, self._decode = tokenizer, decode
+
+    def __call__(self, token: int) -> bytes | None:
+        text = self._decode([token])
+        if UNFINISHED not in text:
+            return text.encode()
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's
+            return bytes.fromhex(found[1])
+        if all(character in BYTE_LEVEL for character in name):
+            return bytes(BYTE_LEVEL[character] for character in name)
+        return None
+
+
+def _byte_level() -> dict[str, int]:
+    """Returns the byte of each character in the tokens of byte-level BPE (GPT-2's): printable Latin-1
+    stands for itself, and the rest, in order, are the characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+BYTE_LEVEL = _byte_level()

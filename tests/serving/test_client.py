@@ -153,6 +153,26 @@ def test_logprobs(client, alone, tokenizer):
         assert bytes(one.bytes).decode() == one.token == one.top_logprobs[0].token
 
 
+def test_logprobs_of_parts_of_characters(client, tokenizer):
+    """The bytes of é, one token each, are themselves, and the token that was drawn is among the top."""
+    first, second = tokenizer.convert_tokens_to_ids(["Ã", "©"])
+    for token, byte in ((first, 0xC3), (second, 0xA9)):
+        bias, shown = {str(token): 100}, f"\\x{byte:02x}"
+        asked = {"logit_bias": bias, "max_tokens": 2, "temperature": 0}
+        chat = client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "x"}], logprobs=True, **asked
+        )
+        for one in chat.choices[0].logprobs.content:
+            assert (one.token, one.bytes) == (shown, [byte])
+        for number in (0, 2):
+            found = ask(client, logprobs=number, **asked).choices[0].logprobs
+            assert found.tokens == [f"bytes:{shown}"] * 2
+            for top, logprob in zip(found.top_logprobs, found.token_logprobs, strict=True):
+                assert len(top) == number + 1 or number
+                assert top[f"bytes:{shown}"] == logprob
+            assert found.text_offset == [0, 1 if byte == 0xC3 else 0]  # characters begin at 0xc3
+
+
 def test_usage_of_streams(client):
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)

@@ -4,14 +4,18 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from served import NAME, check_states
 
+HEADERS = [(b"content-type", b"application/json")]
 LONG = {"prompt": "def read_", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
@@ -182,11 +186,68 @@ def kill_and_start(one, times: int, folder, model) -> None:
     assert found[-1] > found[0], "no kill came while there were new states"
 
 
+def test_a_client_with_requests_behind_each_other_vanishes(served):
+    """The server does not read on while a request waits for the answer to an earlier one."""
+    asked = {**LONG, "max_tokens": 4000, "n": 2, "stream": False}
+    for behind in (1, 5):
+        with served.connect() as connection:
+            connection.sendall(served.request(**asked) * (1 + behind))
+            deadline = time.monotonic() + 20
+            while served.metric("running") != 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        began = time.monotonic()
+        served.wait_idle()
+        assert time.monotonic() - began < 10, "it decodes for nobody"
+
+
+def test_large_bodies_take_few_threads():
+    """Two at a time are read, and those of clients that have gone not at all."""
+    from flashcell.serving import app
+    from flashcell.serving.errors import ApiError, ClientGone
+
+    body, reading, read = b" " * (app.LARGE + 1), [], []
+    go_on = threading.Event()
+
+    def prepare(_, given: bytes) -> None:
+        reading.append(len(given))
+        assert go_on.wait(20)
+        read.append(reading.pop())
+        raise ApiError(400, "it was read")
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": body}
+
+    async def run() -> None:
+        limits = SimpleNamespace(body_bytes=2 * len(body))
+        server = SimpleNamespace(
+            protocol=SimpleNamespace(limits=limits), body_seconds=10, states=None, prepare=prepare,
+            large=asyncio.Semaphore(app.LARGE_AT_ONCE),
+        )  # fmt: skip
+
+        async def ask(number: int) -> type:
+            request = Request({"type": "http", "headers": HEADERS}, receive)
+            request._is_disconnected = number % 3 == 2
+            try:
+                await app.Server.answer(server, request, None)
+            except (ApiError, ClientGone) as error:
+                return type(error)
+
+        tasks = [asyncio.ensure_future(ask(number)) for number in range(12)]
+        while len(reading) < app.LARGE_AT_ONCE:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(reading) == app.LARGE_AT_ONCE
+        go_on.set()
+        assert await asyncio.gather(*tasks) == [ApiError, ApiError, ClientGone] * 4
+        assert len(read) == 8
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("turns", range(8))
 def test_a_request_that_is_cancelled_ends(turns):
     """However many turns of the event loop after its begin: a lost cancellation would let it run on."""
-    from starlette.requests import Request
-
     from flashcell.serving.app import read_body
 
     async def receive() -> dict:
@@ -194,8 +255,7 @@ def test_a_request_that_is_cancelled_ends(turns):
         return {"type": "http.request", "body": b"{}"}
 
     async def read() -> str:
-        headers = [(b"content-type", b"application/json")]
-        await read_body(Request({"type": "http", "headers": headers}, receive), 100, 10)
+        await read_body(Request({"type": "http", "headers": HEADERS}, receive), 100, 10)
         while True:  # the answer
             await asyncio.sleep(0)
 

@@ -34,11 +34,15 @@ BODIES = {  # what the message must say: (body, status) of a completion
     "is not UTF-8": (json.dumps(GOOD).encode("utf-16"), 400),
     "is nested too deeply": (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 400),
     "nested too deeply": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+    'has "zz" twice': (
+        b"{" + b"".join(b'"%x": 0, ' % n for n in range(100_000)) + b'"zz": 0, "zz": 0}', 400,
+    ),
     'has "prompt" twice': (b'{"prompt": "a", "prompt": "b"}', 400),
     "has NaN, which is not JSON": (b'{"temperature": NaN}', 400),
     "has -Infinity": (b'{"temperature": -Infinity}', 400),
     "has a number of 5000 characters": (b'{"seed": ' + b"9" * 5000 + b"}", 400),
     "is 9999999999999999999999": (body(seed=9999999999999999999999), 400),
+    'unknown field "\\ud800"': (body(**{"\ud800": 2}), 400),
     "model is missing": (b'{"prompt": "x"}', 400),
     "prompt is missing": (json.dumps({"model": NAME}).encode(), 400),
     "model is 'other', but must be": (body(model="other"), 404),
@@ -158,6 +162,13 @@ def test_completions(served, message):
 def test_chats(served, message):
     content, status = CHATS[message]
     check(send(served, "/v1/chat/completions", content), status, message)
+
+
+def test_values_that_are_nearly_nested_too_deeply(served):
+    """Python reads them, and does not write them again."""
+    for depth in range(900, 1000, 3):
+        content = b'{"model": "%s", "stop": ' % NAME.encode() + b"[" * depth + b"]" * depth + b"}"
+        check(send(served, "/v1/completions", content), 400)
 
 
 def test_requests_that_are_not_the_api_s(served):

@@ -1,10 +1,11 @@
 """Tests that text made in pieces is the text made at once, and where stop strings end it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from flashcell.serving.text import UNFINISHED, Text
+from flashcell.serving.text import UNFINISHED, Text, TokenBytes
 
 
 @pytest.fixture
@@ -54,3 +55,18 @@ def test_bytes_that_are_no_character_are_not_kept_back_for_ever(decode, tokenize
     got = pieces(decode, half * 40, iter(lambda: 1, None))
     assert "".join(got) == decode(half * 40)
     assert sum(map(bool, got)) >= 2
+
+
+def test_bytes_of_tokens_are_those_of_the_text(decode, tokenizer):
+    token_bytes = TokenBytes(tokenizer, decode)
+    written = "é日本🙂 def\n\t“x” \ufffd \x00\xad" + "".join(map(chr, range(0x400, 0x600, 7)))
+    tokens = tokenizer(written)["input_ids"]
+    assert any(UNFINISHED in decode([token]) for token in tokens)
+    assert b"".join(map(token_bytes, tokens)) == written.encode()
+
+
+@pytest.mark.parametrize(("name", "want"), [("<0xE9>", b"\xe9"), ("Ã", b"\xc3"), ("日", None)])
+def test_bytes_by_the_name_of_a_token(name, want):
+    """As SentencePiece and byte-level BPE write them, and None for what is neither."""
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: name)
+    assert TokenBytes(tokenizer, lambda ids: UNFINISHED)(0) == want
