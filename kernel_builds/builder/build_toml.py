@@ -102,6 +102,10 @@ class Kernel:
         mine = [c for c in self.components if c.backend in (None, backend)]
         return [c for c in mine if c.compiles_for(machine)]
 
+    def parts(self, archs: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """Returns the archs that each CUDA component of a library for `archs` is compiled for."""
+        return [c.archs_for(archs) for c in self.components if c.backend == "cuda"]
+
     def check_backend(self, backend: str) -> None:
         if backend != "universal" and backend not in self.backends:
             raise BuildError(

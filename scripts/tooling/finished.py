@@ -102,6 +102,7 @@ def read_variant(kernel: Kernel, folder: Path, torch_include: Path) -> Variant:
             tuple(archs),
             cuda_of(folder.name),
             stripped=True,
+            parts=kernel.parts(tuple(archs)),
         )
         if problems:
             raise UnfitVariant(f"{library} fails the ABI check: {'; '.join(problems)}")

@@ -131,7 +131,8 @@ def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
 
 @needs_nvcc
 def test_every_source_file_is_for_the_same_archs(tmp_path):
-    """code.cuh reads the archs of one source file for all, so abi_check verifies that all agree."""
+    """code.cuh reads the archs of one source file, so abi_check verifies that those of all others are
+    the same, or those of a component of build.toml."""
     nvcc, archs = str(toolchain.machine_nvcc()), {"a": ["8.0+PTX", "9.0a"], "b": ["9.0a"]}
     for name, own in archs.items():
         (tmp_path / f"{name}.cu").write_text(f"__global__ void {name}() {{}}")
@@ -141,11 +142,13 @@ def test_every_source_file_is_for_the_same_archs(tmp_path):
         library, parts = tmp_path / f"{objects}.so", [tmp_path / f"{name}.o" for name in objects]
         subprocess.run(["g++", "-shared", *parts, "-o", library], check=True)
         include = Path(torch.__file__).parent / "include"
-        found = abi_check.problems(
-            library, "2.10", include, build_toml.HERE, tuple(held), stripped=True
-        )
-        said = f"has a source file that is not compiled for all of {held}"
+        given = library, "2.10", include, build_toml.HERE, tuple(held)
+        found = abi_check.problems(*given, stripped=True)
+        said = f"has a source file with code for {archs['b']}, but must for {held}"
         assert (said in found) == (objects == "ab"), found
+        for own, passes in ((("9.0a",), True), (("8.0",), objects != "ab")):
+            found = abi_check.problems(*given, stripped=True, parts=[own])
+            assert (said not in found) == passes, found
 
 
 def test_it_is_for_cuda_alone(tmp_path):

@@ -1,6 +1,7 @@
 // Finds out which of this library's code objects the driver runs on the current GPU, and names them
 // in error messages. Exactly one source file of a kernel project includes this, after defining
-// kKernelName; abi_check.py verifies that all source files are compiled for the same architectures.
+// kKernelName; abi_check.py verifies that the others are compiled for the same architectures, or
+// for those that build.toml names for engines that need one of them.
 #pragma once
 #include <atomic>
 #include <memory>
