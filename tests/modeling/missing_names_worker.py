@@ -105,6 +105,7 @@ def cases() -> dict:
             "_dynamo.mark_static_address",
             "_foreach_copy_",
             "_foreach_zero_",
+            "autograd.Function._compiled_autograd_key",
             "autograd.forward_ad._current_level",
             "autograd.function._SingleLevelFunction",
             "nn.Module._apply",

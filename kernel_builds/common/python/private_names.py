@@ -49,13 +49,17 @@ BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or null
 # Without it, each call asks once more whether a transform of torch.func is active.
 _Function: Any = find("torch.autograd.function._SingleLevelFunction", LONGER)
 _Function = _Function or torch.autograd.Function
+_key: Any = find(
+    "torch.autograd.Function._compiled_autograd_key",
+    "compiled autograd may not follow gradients of calls that are not compiled",
+)
 
 
 class EagerFunction(_Function):
     """The autograd.Function of calls that nothing transforms."""
 
-    if "_compiled_autograd_key" in vars(torch.autograd.Function):  # compiled autograd asks for it
-        _compiled_autograd_key = vars(torch.autograd.Function)["_compiled_autograd_key"]
+    if _key is not None:
+        _compiled_autograd_key = staticmethod(_key)
 
 
 any_requires_grad: Any = find("torch._C._any_requires_grad", LONGER) or _look_for_gradients
