@@ -121,7 +121,8 @@ class Writer:
         offsets = []
         for own, _ in rows:
             offsets.append(choice.offset)
-            choice.offset += sum(byte & 0xC0 != 0x80 for byte in own["bytes"] or ())  # begin in it
+            begin = sum(byte & 0xC0 != 0x80 for byte in own["bytes"] or ())
+            choice.offset += begin  # characters
         tops = [{one["token"]: one["logprob"] for one in [*top, own]} for own, top in rows]
         return {
             "tokens": [own["token"] for own, _ in rows],
@@ -132,9 +133,8 @@ class Writer:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text, found = self.decode([token]), self.token_bytes(token)
-        if (
-            found is not None and found != text.encode()
-        ):  # a part of a character, as OpenAI writes it
+        if found is not None and found != text.encode():
+            # a part of a character, as OpenAI writes it
             text = "".join(f"\\x{byte:02x}" for byte in found)
             text = text if self.asked.chat else f"bytes:{text}"
         given = None if found is None else list(found)

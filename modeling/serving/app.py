@@ -27,9 +27,8 @@ from .text import Text
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
 SMALL = 4096  # bytes of a body that is checked on the event loop; larger ones in a thread
-LARGE = (
-    2**17
-)  # bytes of a body whose text takes long; no more than LARGE_AT_ONCE of them in threads
+# Bytes of a body whose text takes long, and how many of them may take threads from smaller ones.
+LARGE = 2**17
 LARGE_AT_ONCE = 2
 SECURITY = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
