@@ -30,12 +30,12 @@ template <typename Out, typename In>
 void copy_rows(const Copy& c, int64_t begin, int64_t end) {
   using Wide = std::conditional_t<std::is_same_v<In, double>, double, float>;
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t k = row % c.size[2], j = row / c.size[2] % c.size[1];
-    const int64_t i = row / (c.size[1] * c.size[2]);
+    const int64_t k = row % c.padded_rows, j = row / c.padded_rows % c.size[1];
+    const int64_t i = row / (c.size[1] * c.padded_rows);
     int64_t to = i * c.out_stride[0], from = i * c.in_stride[0];
     if (c.packed.begins != nullptr) {
       const int64_t length = c.packed.lengths[j];
-      if (k >= length) continue;
+      if (k >= length) continue;  // the engines have no row there either
       const int64_t packed = c.packed.begins[k] + j;
       const int64_t engine = c.packed.firsts[j] + (c.turns ? length - 1 - k : k);
       to += (c.out_is_engine ? engine : packed) * c.out_stride[2];
@@ -46,7 +46,8 @@ void copy_rows(const Copy& c, int64_t begin, int64_t end) {
     }
     Out* out = static_cast<Out*>(c.out) + to;
     const In* in = static_cast<const In*>(c.in) + from;
-    const int64_t n = c.size[3], to_next = c.out_stride[3], next = c.in_stride[3];
+    const int64_t n = k < c.size[2] ? c.size[3] : 0;
+    const int64_t to_next = c.out_stride[3], next = c.in_stride[3];
     if (c.plus != nullptr) {
       const int64_t* strides = c.plus_stride;
       const In* plus =
@@ -66,7 +67,7 @@ void copy_rows(const Copy& c, int64_t begin, int64_t end) {
 inline void run_copies(const std::vector<Copy>& copies, const Tensor& /*like*/) {
   constexpr int64_t kElementsOfThread = 32768;
   for (const Copy& c : copies) {
-    const int64_t rows = c.size[0] * c.size[1] * c.size[2];
+    const int64_t rows = c.size[0] * c.size[1] * c.padded_rows;
     if (c.count() == 0) continue;
     with_type(c.out_type, [&](auto out) {
       with_type(c.in_type, [&](auto in) {
@@ -80,36 +81,30 @@ inline void run_copies(const std::vector<Copy>& copies, const Tensor& /*like*/) 
   }
 }
 
-// Fills `begins` [T], `firsts` [B] and `lengths` [B]; the engines have one document after another.
-inline void write_packed_rows(const std::vector<int64_t>& batch_sizes, Tensor& begins,
-                              Tensor& firsts, Tensor& lengths) {
+// Writes the arrays of `rows` and the table of the sequences, [B]; the engines have one document
+// after another. `stride` is that between rows of x.
+inline void write_packed_rows(const std::vector<int64_t>& batch_sizes, const PackedRows& rows,
+                              Sequence* table, int64_t stride, const Tensor& /*like*/) {
   const int64_t T = int64_t(batch_sizes.size()), B = batch_sizes[0];
-  auto* const begin = (int64_t*)begins.mutable_data_ptr();
-  auto* const first = (int64_t*)firsts.mutable_data_ptr();
-  auto* const length = (int64_t*)lengths.mutable_data_ptr();
   int64_t row = 0;
   for (int64_t t = 0; t < T; ++t) {
-    begin[t] = row, row += batch_sizes[t];
+    rows.begins[t] = row, row += batch_sizes[t];
     const int64_t next = t + 1 < T ? batch_sizes[t + 1] : 0;
-    for (int64_t b = next; b < batch_sizes[t]; ++b) length[b] = t + 1;
+    for (int64_t b = next; b < batch_sizes[t]; ++b) rows.lengths[b] = t + 1;
   }
   row = 0;
-  for (int64_t b = 0; b < B; ++b) first[b] = row, row += length[b];
+  for (int64_t b = 0; b < B; ++b) {
+    rows.firsts[b] = row, row += rows.lengths[b];
+    table[b] = {b, rows.firsts[b], rows.firsts[b] * stride, rows.lengths[b], 0};
+  }
 }
 
 inline int64_t engine_rows(int64_t /*B*/, int64_t /*T*/, int64_t total) { return total; }
 
-// The sequences of a packed call, as sequences() makes those of a batch; `stride` is that between
-// rows of x.
-inline std::vector<Sequence> packed_sequences(const Tensor& firsts, const Tensor& lengths,
-                                              int64_t /*T*/, int64_t stride) {
-  std::vector<Sequence> list;
-  const auto* first = (const int64_t*)firsts.const_data_ptr();
-  const auto* length = (const int64_t*)lengths.const_data_ptr();
-  for (int64_t b = 0; b < firsts.numel(); ++b) {
-    list.push_back({b, first[b], first[b] * stride, length[b], 0});
-  }
-  return list;
+// The sequences of a packed call, as sequences() makes those of a batch.
+inline std::vector<Sequence> packed_sequences(const Tensor& table) {
+  const auto* first = (const Sequence*)table.const_data_ptr();
+  return {first, first + table.size(0)};
 }
 
 inline bool copies_rows(const Product& /*p*/, Dtype /*dtype*/, bool /*tf32*/) { return false; }

@@ -33,13 +33,10 @@ void recurrent_dweight(const DweightParams&, Dtype, const Launch&);
 
 void copy_all(const Copy* copies, int64_t count, cudaStream_t stream);  // no float64
 
-// Writes the arrays of PackedRows, for engines that have T rows a sequence, from T batch sizes on
-// the host, which a kernel takes as parameters.
-void write_packed_rows(const int64_t* batch_sizes, int64_t T, int64_t* begins, int64_t* firsts,
-                       int64_t* lengths, cudaStream_t stream);
-
-// Writes the table of those sequences, [B]; `stride` is that between rows of x.
-void write_packed_table(Sequence* table, const int64_t* lengths, int64_t B, int64_t T,
-                        int64_t stride, cudaStream_t stream);
+// Writes the arrays of PackedRows and the table of the sequences, [B], for engines that have T rows
+// a sequence, from T batch sizes on the host, which a kernel takes as parameters; `stride` is that
+// between rows of x.
+void write_packed_rows(const int64_t* batch_sizes, int64_t T, const PackedRows& rows,
+                       Sequence* table, int64_t stride, cudaStream_t stream);
 
 }  // namespace flashcell::cuda

@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
 #else
   STD_TORCH_CHECK(chunk == 0, "chunk must be 0 on the CPU, got ", chunk);
 #endif
-  if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
+  if (s.is_packed) s.write_rows(batch_sizes, x, 0);
   x = dense(x);
   Copies copies(x);
   Tensors alive;  // what copies read until they have run
@@ -110,8 +110,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   }
   Tensor last;
   if (!dlast.empty()) {
-    last = s.new_heads(x, {L * s.states()}, s.unrounded);
-    if (s.is_cell) torch::stable::zero_(last);  // h has no gradient besides dy
+    // Of a cell h has no gradient besides dy, and h_p is no state.
+    last = s.new_filled(x, {L * s.states()}, s.unrounded, s.is_cell || projects);
     s.bring_states(copies, last, dlast, s.is_cell);
   }
   Tensor dbias = new_tensor(x, {L * Cell::kBias * N * P}, s.unrounded);
@@ -151,7 +151,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
     const bool adds_last = projects && !dlast.empty();
     if (N == 2 || pitch != O || s.is_packed || !is_dense || adds_last || s.steps()) {
-      dh = s.new_rows(x, {E, N * pitch});
+      dh = new_tensor(x, {E, N * pitch}, s.io);
       for (int64_t n = 0; n < N; ++n) {
         const Rows from{n * O * place.unit, place.batch, place.time, place.unit};
         s.enter(copies, dh, n * pitch, N * pitch, upper, from, O, n == 1);

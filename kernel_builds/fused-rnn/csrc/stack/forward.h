@@ -57,7 +57,7 @@ Tensor multiply_inputs(const Layers<Cell>& s, Copies& copies, const Tensor& inpu
   }
   if (by_time) at_gates = {0, width, s.B * width};
   if (!s.is_packed) return gates;
-  Tensor brought = s.new_rows(input, {N, E, 1, s.G, s.P});
+  Tensor brought = new_tensor(input, {N, E, 1, s.G, s.P}, s.io);
   for (int64_t n = 0; n < N; ++n) {
     s.enter(copies, brought, n * E * width, width, gates, {n * rows * width, 0, width}, width,
             n == 1);
@@ -101,24 +101,26 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
 #else
   STD_TORCH_CHECK(chunk == 0, "chunk must be 0 on the CPU, got ", chunk);
 #endif
-  if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
+  if (s.is_packed) s.write_rows(batch_sizes, x, G * P);
   x = dense(x);
   Copies copies(x);
   Tensors alive, kept;  // `alive` holds what copies read until they have run
 
   Tensor initial, bias, packed;
   if (!state.empty()) {
-    initial = s.new_heads(x, {L * s.states()}, s.unrounded);
+    initial = s.new_filled(x, {L * s.states()}, s.unrounded, projects);  // h_p is no state
     s.bring_states(copies, initial, state);
   }
   if (has_bias) {
-    bias = s.new_heads(x, {L * Cell::kBias * N * P}, s.unrounded);
+    bias = new_tensor(x, {L * Cell::kBias * N * P}, s.unrounded);
     s.bring_bias(copies, bias, s.bias_rows());
   }
   if (s.packs()) {
-    packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);
     // Without an h no step reads w_hh, but a backward pass does.
-    s.bring_weights(copies, packed, save || s.has_h_prev(!state.empty()));
+    const bool reads_h = save || s.has_h_prev(!state.empty());
+    packed =
+        s.new_filled(x, {s.place_of(L, 0, false)}, s.io, projects && (T == 1 || s.is_padded()));
+    s.bring_weights(copies, packed, reads_h);
     if (projects && T > 1) multiply_projections(s, packed, tf32);  // or they stay zero
     if (save) kept.push_back(packed);
   }

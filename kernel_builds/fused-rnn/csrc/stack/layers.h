@@ -10,75 +10,12 @@
 // x is [B, I], its states are [B, D], and y is the next h.
 #pragma once
 #include "../cells/all.h"
-#include "common/torch/op.h"
-#include "params.h"
-#if defined(CUDA_KERNEL)
-#include "../cuda/stack/run.h"
-#else
-#include "../cpu/linear.h"
-#include "../cpu/stack.h"
-#endif
+#include "copies.h"
 
 #include <algorithm>
-#include <array>
 #include <tuple>
 
 namespace flashcell {
-
-using Tensors = std::vector<Tensor>;
-
-inline char* at(Tensor& tensor, int64_t element) {
-  return (char*)tensor.mutable_data_ptr() + element * tensor.element_size();
-}
-inline const char* at(const Tensor& tensor, int64_t element) {
-  return (const char*)tensor.const_data_ptr() + element * tensor.element_size();
-}
-
-// Collects copies, and runs those that it has when `run` is called. A tensor must live until then.
-class Copies {
- public:
-  explicit Copies(const Tensor& like) : like_(like) {}
-
-  using Strides = std::array<int64_t, 4>;
-
-  void add(Tensor& out, int64_t out_at, Strides out_strides, const Tensor& in, int64_t in_at,
-           Strides in_strides, Strides sizes) {
-    Copy copy{};
-    copy.out = at(out, out_at), copy.in = at(in, in_at);
-    copy.out_type = io_dtype(out, "a result"), copy.in_type = io_dtype(in, "a copy");
-    for (int i = 0; i < 4; ++i) {
-      copy.size[i] = sizes[i];
-      copy.out_stride[i] = out_strides[i], copy.in_stride[i] = in_strides[i];
-    }
-    copy.padded = copy.size[3], copies_.push_back(copy);
-  }
-
-  // Makes the last copy write zeros behind each of its rows, up to so many elements.
-  void pad(int64_t elements) { copies_.back().padded = elements; }
-  // Makes the last copy add elements of `plus`.
-  void plus(const Tensor& plus, int64_t plus_at, Strides strides) {
-    Copy& copy = copies_.back();
-    STD_TORCH_CHECK(io_dtype(plus, "a summand") == copy.in_type,
-                    "summands must have one dtype, got ",
-                    torch::headeronly::toString(plus.scalar_type()), " for one of them");
-    copy.plus = at(plus, plus_at);
-    for (int i = 0; i < 4; ++i) copy.plus_stride[i] = strides[i];
-  }
-  // Makes the last copy one between rows of a PackedSequence and the engines'.
-  void map_rows(const PackedRows& packed, bool out_is_engine, bool turns) {
-    Copy& copy = copies_.back();
-    copy.packed = packed, copy.out_is_engine = out_is_engine, copy.turns = turns;
-  }
-
-  void run() {
-    if (!copies_.empty()) run_copies(copies_, like_);
-    copies_.clear();
-  }
-
- private:
-  const Tensor& like_;
-  std::vector<Copy> copies_;
-};
 
 // The sizes of a call, checked, and its parameters as dense tensors.
 template <typename Cell>
@@ -94,7 +31,7 @@ struct Layers {
   bool few_steps = false;      // CUDA: whether projections are computed step by step
   bool passes_padded = false;  // whether a layer reads P units of the one below, with zeros
   Tensors weights;
-  Tensor begins, firsts, lengths;  // the arrays of packed_rows
+  Tensor arrays, table;  // those of packed_rows, and the table of the sequences
   PackedRows packed_rows{};
 
   Layers(const Tensor& x, const Tensors& given, const std::vector<int64_t>& batch_sizes, bool bias,
@@ -150,18 +87,31 @@ struct Layers {
                         : projects && which == each - 1 ? has_shape(weights[i], {O, D})
                                                         : has_shape(weights[i], {G * D});
       if (!fits || weights[i].scalar_type() != stored) refuse_weight(i);
-      weights[i] = dense(weights[i]);
+      // Copies read a parameter wherever it lies.
+      if (!is_copied(which) || !weights[i].is_contiguous()) weights[i] = dense(weights[i]);
     }
     if (projects) {
       STD_TORCH_CHECK(K == 2 && !is_packed && stored == io,
                       "weights must be an LSTM's of the dtype of x, and x no PackedSequence's, if "
                       "there are projections");
     }
-    if (!is_packed) return;
-    begins = new_tensor(x, {T}, ScalarType::Long), firsts = new_tensor(x, {B}, ScalarType::Long);
-    lengths = new_tensor(x, {B}, ScalarType::Long);
-    packed_rows = {(const int64_t*)begins.const_data_ptr(), (const int64_t*)firsts.const_data_ptr(),
-                   (const int64_t*)lengths.const_data_ptr()};
+  }
+
+  // Whether only copies read a parameter: a bias, or a weight that is padded, cast or beside that
+  // of another direction.
+  bool is_copied(int64_t which) const {
+    if (which > 1) return !projects || which < each - 1;
+    return !projects && (packs_w_ih() || (which == 1 && N == 2));
+  }
+
+  // Writes the arrays of a PackedSequence's rows; `stride` is that between rows of x.
+  void write_rows(const std::vector<int64_t>& batch_sizes, const Tensor& like, int64_t stride) {
+    constexpr auto kFields = int64_t(sizeof(Sequence) / sizeof(int64_t));
+    arrays = new_tensor(like, {T + 2 * B}, ScalarType::Long);
+    table = new_tensor(like, {B, kFields}, ScalarType::Long);
+    auto* const first = (int64_t*)arrays.mutable_data_ptr();
+    packed_rows = {first, first + T, first + T + B};
+    write_packed_rows(batch_sizes, packed_rows, (Sequence*)table.mutable_data_ptr(), stride, like);
   }
 
   // Says what is wrong with a weight's shape or dtype.
@@ -243,21 +193,23 @@ struct Layers {
         if (!projects && reads_h) {
           copies.add(packed, place_of(l, 0, false) + n * P * P, {0, N * P * P, P, 1},
                      weight(l, n, 1), 0, {0, D * D, D, 1}, {1, G, D, D});
+          copies.pad(P, P);
         }
         if (!packs_w_ih()) continue;
         const int64_t width = width_of(l), to = input_of(l);
         const int64_t rows = to == width ? D : 1;  // that are copied as one
         copies.add(packed, place_of(l, n, true), {0, P * to, rows * to, 1}, weight(l, n, 0), 0,
                    {0, D * width, rows * width, 1}, {1, G, D / rows, rows * width});
+        copies.pad(rows == D ? P * to : to, rows == D ? 1 : P);
       }
     }
   }
 
-  // A new tensor of heads, with zeros where no copy writes: padded units and projected states.
-  Tensor new_heads(const Tensor& like, const Shape& shape, ScalarType type) const {
-    Tensor heads = new_tensor(like, shape, type);
-    if (is_padded() || projects) torch::stable::zero_(heads);
-    return heads;
+  // A new tensor, with zeros if something is not written.
+  static Tensor new_filled(const Tensor& like, const Shape& shape, ScalarType type, bool zeros) {
+    Tensor tensor = new_tensor(like, shape, type);
+    if (zeros) torch::stable::zero_(tensor);
+    return tensor;
   }
 
   int64_t state_width(int64_t k) const { return k == 0 ? O : D; }
@@ -273,6 +225,7 @@ struct Layers {
       const int64_t next = is_cell ? 0 : state.stride(0), axis = is_cell ? 0 : 1;
       copies.add(packed, k * B * N * P, {states(), P, N * P, 1}, state, 0,
                  {N * next, next, state.stride(axis), state.stride(axis + 1)}, {L, N, B, D});
+      copies.pad(P);
     }
   }
   // From the state `first` on, as new_states has made them.
@@ -313,12 +266,14 @@ struct Layers {
       const Tensor &ih = weight(0, i, 2), &hh = weight(0, i, 3);
       const int64_t to = rows.begin + i / N * rows.layer + i % N * P;
       copies.add(bias, to, {0, 0, row, 1}, ih, 0, {0, 0, D, 1}, {1, 1, kSummed, D});
-      copies.plus(hh, 0, {0, 0, D, 1});
+      copies.plus(hh, 0, {0, 0, D, 1}), copies.pad(P);
       if (kSummed == G) continue;
       copies.add(bias, to + kSummed * row, {0, 0, row, 1}, ih, kSummed * D, {0, 0, D, 1},
                  {1, 1, G - kSummed, D});
+      copies.pad(P);
       copies.add(bias, to + G * row, {0, 0, row, 1}, hh, kSummed * D, {0, 0, D, 1},
                  {1, 1, G - kSummed, D});
+      copies.pad(P);
     }
   }
   void return_bias(Copies& copies, Tensors& dweights, const Tensor& dbias, BiasRows rows) const {
@@ -347,13 +302,6 @@ struct Layers {
     alive.push_back(whole);
   }
 
-  // A new tensor of the engines' rows, with zeros in those that no sequence has.
-  Tensor new_rows(const Tensor& like, const Shape& shape) const {
-    Tensor tensor = new_tensor(like, shape, io);
-    if (engine_rows != rows) torch::stable::zero_(tensor);
-    return tensor;
-  }
-
   // Where a tensor's rows are, in elements.
   struct Rows {
     int64_t begin, batch, time, unit = 1;
@@ -367,7 +315,8 @@ struct Layers {
   }
 
   // Adds copies of C elements of every row, from [G, rows of x or y] to [rows of the engines, G],
-  // and back; `turns` the sequences around in time.
+  // and back; `turns` the sequences around in time. The engines' rows that no sequence has become
+  // 0.
   void enter(Copies& copies, Tensor& engine, int64_t begin, int64_t width, const Tensor& x,
              Rows from, int64_t C, bool turns) const {
     if (is_packed) {

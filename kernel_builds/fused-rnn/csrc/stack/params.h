@@ -15,7 +15,7 @@ inline constexpr bool kProjectsBySteps = true;
 // The rows of a PackedSequence: step t of sequence b is row begins[t] + b, and for the engines row
 // firsts[b] + t. Sequences are sorted, longest first. The arrays are on the device.
 struct PackedRows {
-  const int64_t *begins, *firsts, *lengths;  // [T], [B], [B]
+  int64_t *begins, *firsts, *lengths;  // [T], [B], [B]
 };
 
 // out[i] = in[i] + plus[i] for every index i of four dimensions; a stride may be negative.
@@ -24,10 +24,12 @@ struct Copy {
   const void *in, *plus;  // plus has the dtype of `in`, or is null for 0
   Dtype out_type, in_type;
   int64_t size[4], out_stride[4], in_stride[4], plus_stride[4];  // in elements
-  int64_t padded;  // elements of a row of `out` (dimension 3): those from size[3] on become 0
-  // If `packed` has arrays, indices 1 and 2 are b and t: stride 2 is that between rows, stride 1 is
-  // not read, and steps past a sequence's end are left out. `out` or `in` has the rows of the
-  // engines; `turns` takes these in reverse order.
+  // Of `out`, the elements of a row (dimension 3) and the rows (dimension 2): those from size[3]
+  // and size[2] on become 0.
+  int64_t padded, padded_rows;
+  // If `packed` has arrays, indices 1 and 2 are b and t: stride 2 is that between rows, and stride
+  // 1 is not read. `out` or `in` has the rows of the engines; `turns` takes these in reverse order.
+  // Steps past a sequence's end have no rows in the other; in `out` those of the engines become 0.
   PackedRows packed;
   bool out_is_engine, turns;
 

@@ -10,10 +10,10 @@
 
 namespace flashcell {
 
-// The list of sequences for an engine whose x has rows `stride` elements apart, or batch and time.
+// The list of sequences for an engine whose x has these strides of batch and time.
 template <typename Cell>
 auto list_sequences(const Layers<Cell>& s, const Tensor& like, int64_t batch, int64_t time) {
-  return s.is_packed ? packed_sequences(s.firsts, s.lengths, s.T, time)
+  return s.is_packed ? packed_sequences(s.table)
                      : sequences(like, s.B, s.T, std::nullopt, std::nullopt, batch, time);
 }
 

@@ -43,7 +43,7 @@ void add_projected(const Layers<Cell>& s, Copies& copies, Tensor& gates,
                    typename Layers<Cell>::Rows at_gates, const Tensor& projected, int64_t layer,
                    bool tf32) {
   const int64_t N = s.N, B = s.B, P = s.P, O = s.O, width = s.G * P;
-  Tensor first = s.new_heads(gates, {N, B, width}, s.io);
+  Tensor first = s.new_filled(gates, {N, B, width}, s.io, s.is_padded());
   const int64_t parts = s.is_padded() ? s.G : 1, units = s.G * s.D / parts;
   for (int64_t n = 0; n < N; ++n) {
     for (int64_t g = 0; g < parts; ++g) {
@@ -132,8 +132,7 @@ template <typename Cell>
 Tensor project_back(const Layers<Cell>& s, const Tensor& dy, const Tensor& h, int64_t layer,
                     bool tf32, Tensors& dweights) {
   const int64_t N = s.N, D = s.D, P = s.P, O = s.O;
-  Tensor dh = s.is_padded() ? s.new_heads(dy, {s.rows, N * P}, s.io)
-                            : new_tensor(dy, {s.rows, N * P}, s.io);
+  Tensor dh = s.new_filled(dy, {s.rows, N * P}, s.io, s.is_padded());
   for (int64_t n = 0; n < N; ++n) {
     multiply({s.rows, D, O, 1, at(dy, n * O), 0, N * O, 1, s.w_hr(layer, n).const_data_ptr(), D, 1,
               at(dh, n * P), 0, N * P},

@@ -89,12 +89,15 @@ struct Wavefront {
       const int64_t head = head_of(l);
       copies.add(packed, head * P * P, {0, L * P * P, P, 1}, s.weight(l, 0, 1), 0, {0, D * D, D, 1},
                  {1, G, D, D});
+      copies.pad(P, P);
       if (l > 0) {
         copies.add(packed, w_ih_place(head), {0, P * P, P, 1}, s.weight(l, 0, 0), 0,
                    {0, D * D, D, 1}, {1, G, D, D});
+        copies.pad(P, P);
       } else if (s.packs_w_ih()) {
         copies.add(packed, w_ih_place(head), {0, 0, P * I, 1}, s.weight(0, 0, 0), 0,
                    {0, 0, D * I, 1}, {1, 1, G, D * I});
+        copies.pad(P * I);
       }
     }
   }

@@ -10,10 +10,10 @@ std::tuple<Tensor, Tensors, Tensors> Wavefront<Cell>::forward(const Tensor& x, c
                                                               bool save) const {
   const int64_t GP = G * P, LP = L * P;
   Copies copies(x);
-  Tensor packed = s.new_heads(x, {packed_size()}, s.io), bias;
+  Tensor packed = new_tensor(x, {packed_size()}, s.io), bias;
   bring_weights(copies, packed);
   if (s.has_bias) {
-    bias = s.new_heads(x, {R * LP}, s.unrounded);
+    bias = new_tensor(x, {R * LP}, s.unrounded);
     s.bring_bias(copies, bias, bias_rows());
   }
   Tensor blocks = new_tensor(x, {state_blocks() * block()}, s.unrounded);

@@ -83,7 +83,8 @@ void run_forward(const ForwardParams& all, const Launch& launch) {
   skip_heads(p, sizeof(IO));
   const Scratch places(p, G, sizeof(IO), false, launch);
   use_stream(launch);
-  const void* weight = prepare(p, G, sizeof(IO), false, places, launch);
+  const bool multiplies = p.initial != nullptr || p.T > 1;
+  const void* weight = multiplies ? prepare(p, G, sizeof(IO), false, places, launch) : nullptr;
   Step step = first_step(p, places, launch.scratch);
   step.has_product = p.initial != nullptr;
   const auto run = [&](const Launch& on, int t, const int* clock) {
@@ -110,7 +111,9 @@ void run_backward(const BackwardParams& all, const Launch& launch) {
   skip_heads(p, sizeof(IO));
   const Scratch places(p, G, sizeof(IO), true, launch);
   use_stream(launch);
-  const void* weight = prepare(p, G, sizeof(IO), true, places, launch);
+  // Step -1 adds the product of step 0 to the gradients of the initial states.
+  const bool has_initial = p.T == 0 || !p.skips_initial, multiplies = has_initial || p.T > 1;
+  const void* weight = multiplies ? prepare(p, G, sizeof(IO), true, places, launch) : nullptr;
   Step step = first_step(p, places, launch.scratch);
   const int64_t heads = p.heads * step.parts, depth = G * p.D / step.parts;
   const auto run = [&](const Launch& on, int t, const int* clock) {
@@ -125,9 +128,8 @@ void run_backward(const BackwardParams& all, const Launch& launch) {
   };
   run(launch, int(p.T) - 1, nullptr);
   step.has_product = true;
-  // Step -1 adds the product of step 0 to the gradients of the initial states.
   int* clock = reinterpret_cast<int*>(static_cast<char*>(launch.scratch) + places.clock);
-  run_steps(int(p.T) - 2, p.T, -1, clock, launch, run);
+  run_steps(int(p.T) - 2, p.T - 1 + has_initial, -1, clock, launch, run);
 }
 
 }  // namespace gemm

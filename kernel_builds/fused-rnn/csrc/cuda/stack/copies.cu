@@ -76,29 +76,29 @@ struct Index {
     at[2] = rest - rest2 * job.d2.value, at[3] = i - rest * job.d3.value;
   }
   __device__ Index(const Job& job, int64_t i) {
-    const int64_t* size = job.copy.size;
-    const int64_t rest = i / job.last, rest2 = rest / size[2];
-    at[0] = rest2 / size[1], at[1] = rest2 % size[1], at[2] = rest % size[2], at[3] = i % job.last;
+    const int64_t size = job.copy.size[1], rows = job.copy.padded_rows;
+    const int64_t rest = i / job.last, rest2 = rest / rows;
+    at[0] = rest2 / size, at[1] = rest2 % size, at[2] = rest % rows, at[3] = i % job.last;
   }
 };
 
-// Where unit `unit` of a row is read, written and added; `runs` is false past a sequence's end.
+// Where unit `unit` of a row is read, written and added, and whether it is.
 struct Address {
   int64_t from = 0, to = 0, plus = 0;
-  bool runs = true;
+  bool reads, writes = true;
 
   __device__ Address(const Copy& c, const Index& i, int64_t unit) {
     from = i.at[0] * c.in_stride[0] + unit * c.in_stride[3];
     to = i.at[0] * c.out_stride[0] + unit * c.out_stride[3];
     if (c.packed.begins != nullptr) {
       const int64_t b = i.at[1], t = i.at[2], length = c.packed.lengths[b];
-      runs = t < length;
-      if (!runs) return;
+      reads = t < length, writes = reads || c.out_is_engine;
       const int64_t packed = c.packed.begins[t] + b;
-      const int64_t engine = c.packed.firsts[b] + (c.turns ? length - 1 - t : t);
+      const int64_t engine = c.packed.firsts[b] + (c.turns && reads ? length - 1 - t : t);
       to += (c.out_is_engine ? engine : packed) * c.out_stride[2];
       from += (c.out_is_engine ? packed : engine) * c.in_stride[2];
     } else {
+      reads = i.at[2] < c.size[2];
       to += i.at[1] * c.out_stride[1] + i.at[2] * c.out_stride[2];
       from += i.at[1] * c.in_stride[1] + i.at[2] * c.in_stride[2];
     }
@@ -121,8 +121,8 @@ __device__ void move_units(const Job& job) {
       if (i + k * step >= count) continue;
       const Index index(job, Count(i + k * step));
       const Address address(job.copy, index, index.at[3]);
-      if (!address.runs) continue;
-      if (index.at[3] < job.copy.size[3]) {
+      if (!address.writes) continue;
+      if (address.reads && index.at[3] < job.copy.size[3]) {
         units[k] = static_cast<const Unit*>(job.copy.in)[address.from];
       }
       to[k] = static_cast<Unit*>(job.copy.out) + address.to;
@@ -141,11 +141,12 @@ __device__ void move_segments(const Job& job) {
   for (Count i = Count(blockIdx.x) * kWarps + threadIdx.x / 32; i < count; i += step) {
     const Index index(job, i);
     const Address address(job.copy, index, 0);
-    if (!address.runs) continue;
+    if (!address.writes) continue;
     const int64_t begin = index.at[3] * kSegment + threadIdx.x % 32;
     const Unit* from = static_cast<const Unit*>(job.copy.in) + address.from + begin;
     Unit* to = static_cast<Unit*>(job.copy.out) + address.to + begin;
-    const int64_t read = job.copy.size[3] - begin, written = job.copy.padded - begin;
+    const int64_t read = address.reads ? job.copy.size[3] - begin : 0;
+    const int64_t written = job.copy.padded - begin;
     Unit units[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) units[k] = 32 * k < read ? from[32 * k] : Unit{};
@@ -171,9 +172,9 @@ __device__ void compute(const Job& job) {
     const bool is_small = job.count < kSmall;
     const Index index = is_small ? Index(job, uint32_t(i)) : Index(job, i);
     const Address address(c, index, index.at[3]);
-    if (!address.runs) continue;
+    if (!address.writes) continue;
     float value = 0;
-    if (index.at[3] < c.size[3]) {
+    if (address.reads && index.at[3] < c.size[3]) {
       value = read(c.in, c.in_type, address.from);
       if (c.plus != nullptr) value += read(c.plus, c.in_type, address.plus);
     }
@@ -200,7 +201,8 @@ bool has_units(const Copy& c, int64_t bytes) {
   fits &= c.padded % elements == 0 && c.in_stride[3] == 1 && c.out_stride[3] == 1;
   fits &= (reinterpret_cast<uintptr_t>(c.in) | reinterpret_cast<uintptr_t>(c.out)) % bytes == 0;
   for (int i = 0; i < 3; ++i) {
-    fits &= c.size[i] == 1 || (c.in_stride[i] % elements == 0 && c.out_stride[i] % elements == 0);
+    const int64_t size = i == 2 ? c.padded_rows : c.size[i];
+    fits &= size == 1 || (c.in_stride[i] % elements == 0 && c.out_stride[i] % elements == 0);
   }
   return fits;
 }
@@ -218,11 +220,12 @@ void swap_dimensions(Copy& c, int i, int j) {
 Job make_job(Copy c) {
   Job job{};
   // Neighbouring threads get neighbouring elements.
-  const bool may_swap = c.packed.begins == nullptr && c.padded == c.size[3];
+  const bool may_swap =
+      c.packed.begins == nullptr && c.padded == c.size[3] && c.padded_rows == c.size[2];
   for (int i = 0; i < 3 && may_swap; ++i) {
     const bool is_apart = c.in_stride[3] != 1 || c.out_stride[3] != 1;
     if (is_apart && c.size[i] > 1 && c.in_stride[i] == 1 && c.out_stride[i] == 1) {
-      swap_dimensions(c, i, 3), c.padded = c.size[3];
+      swap_dimensions(c, i, 3), c.padded = c.size[3], c.padded_rows = c.size[2];
     }
   }
   if (c.in_type == c.out_type && c.plus == nullptr) {
@@ -237,9 +240,9 @@ Job make_job(Copy c) {
   job.has_segments = job.unit_bytes > 0 && c.size[3] >= kShortestRow && c.in_stride[3] == 1 &&
                      c.out_stride[3] == 1;
   job.last = job.has_segments ? (c.padded + kSegment - 1) / kSegment : c.padded;
-  job.copy = c, job.count = c.size[0] * c.size[1] * c.size[2] * job.last;
+  job.copy = c, job.count = c.size[0] * c.size[1] * c.padded_rows * job.last;
   if (job.count < kSmall) {
-    job.d1 = Divisor(c.size[1]), job.d2 = Divisor(c.size[2]), job.d3 = Divisor(job.last);
+    job.d1 = Divisor(c.size[1]), job.d2 = Divisor(c.padded_rows), job.d3 = Divisor(job.last);
   }
   return job;
 }

@@ -13,26 +13,18 @@ inline void run_copies(const std::vector<Copy>& copies, const Tensor& like) {
   cuda::copy_all(copies.data(), int64_t(copies.size()), current_stream(like));
 }
 
-// Fills `begins` [T], `firsts` [B] and `lengths` [B]; for the engines every sequence has T rows.
-inline void write_packed_rows(const std::vector<int64_t>& batch_sizes, Tensor& begins,
-                              Tensor& firsts, Tensor& lengths) {
-  cuda::write_packed_rows(batch_sizes.data(), int64_t(batch_sizes.size()),
-                          (int64_t*)begins.mutable_data_ptr(), (int64_t*)firsts.mutable_data_ptr(),
-                          (int64_t*)lengths.mutable_data_ptr(), current_stream(begins));
+// Writes the arrays of `rows` and the table of the sequences, [B]; for the engines each of them has
+// T rows. `stride` is that between rows of x.
+inline void write_packed_rows(const std::vector<int64_t>& batch_sizes, const PackedRows& rows,
+                              Sequence* table, int64_t stride, const Tensor& like) {
+  cuda::write_packed_rows(batch_sizes.data(), int64_t(batch_sizes.size()), rows, table, stride,
+                          current_stream(like));
 }
 
 inline int64_t engine_rows(int64_t B, int64_t T, int64_t /*total*/) { return B * T; }
 
-// The sequences of a packed call, which are in order; `stride` is that between rows of x.
-inline SequenceTable packed_sequences(const Tensor& /*firsts*/, const Tensor& lengths, int64_t T,
-                                      int64_t stride) {
-  const int64_t B = lengths.numel();
-  Tensor table = new_tensor(lengths, {B * int64_t(sizeof(Sequence))}, ScalarType::Byte);
-  cuda::write_packed_table(static_cast<Sequence*>(table.mutable_data_ptr()),
-                           (const int64_t*)lengths.const_data_ptr(), B, T, stride,
-                           current_stream(lengths));
-  return {B, table};
-}
+// The sequences of a packed call, as sequences() makes those of a batch.
+inline SequenceTable packed_sequences(const Tensor& table) { return {table.size(0), table}; }
 
 // Products of this many multiplications take an H100 about 2 us in exact fp32; TF32 saves time from
 // here on.
@@ -156,13 +148,14 @@ inline bool copies_rows(const Product& p, Dtype dtype, bool tf32) {
          p.M * p.N * p.K * p.batch >= kPaddedProducts;
 }
 
-// Returns a copy of rows to `out`, whose rows get zeros up to `padded` elements.
+// Returns a copy of rows to `out`, which gets zeros up to `padded` elements of a row, and up to
+// `padded_rows` rows.
 inline Copy copy_of(const Rows& from, void* out, int64_t next, int64_t pitch, int64_t padded,
-                    Dtype dtype) {
+                    int64_t padded_rows, Dtype dtype) {
   Copy copy{};
   copy.out = out, copy.in = from.data, copy.out_type = copy.in_type = dtype;
   copy.size[0] = 1, copy.size[1] = from.batch, copy.size[2] = from.rows;
-  copy.size[3] = from.columns, copy.padded = padded;
+  copy.size[3] = from.columns, copy.padded = padded, copy.padded_rows = padded_rows;
   copy.in_stride[1] = from.next, copy.in_stride[2] = from.pitch, copy.in_stride[3] = 1;
   copy.out_stride[1] = next, copy.out_stride[2] = pitch, copy.out_stride[3] = 1;
   return copy;
@@ -172,8 +165,8 @@ inline Copy copy_of(const Rows& from, void* out, int64_t next, int64_t pitch, in
 inline Tensor padded(const Rows& from, int64_t rows, int64_t columns, Dtype dtype,
                      std::vector<Copy>& copies, const Tensor& like) {
   Tensor to = new_tensor(like, {from.batch * rows * columns}, like.scalar_type());
-  if (rows != from.rows) torch::stable::zero_(to);
-  copies.push_back(copy_of(from, to.mutable_data_ptr(), rows * columns, columns, columns, dtype));
+  void* const out = to.mutable_data_ptr();
+  copies.push_back(copy_of(from, out, rows * columns, columns, columns, rows, dtype));
   return to;
 }
 
@@ -213,7 +206,7 @@ inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& lik
   multiply_as_is(q, dtype, tf32);
   if (N == p.N) return;
   const Rows product{q.c, p.batch, q.c_batch, p.M, p.N, N};
-  run_copies({copy_of(product, p.c, p.c_batch, p.c_m, p.N, dtype)}, like);
+  run_copies({copy_of(product, p.c, p.c_batch, p.c_m, p.N, p.M, dtype)}, like);
 }
 
 }  // namespace flashcell
