@@ -28,6 +28,7 @@ constexpr int kMostSplitParts = 8;
 constexpr int64_t kLeastSplit = 8;                       // sequences; cuBLAS is as fast with fewer
 constexpr int64_t kMostHeads = 65535 / kMostSplitParts;  // a grid has 65,535 layers of blocks
 constexpr int64_t kMostPacked = int64_t(256) << 20;      // bytes of a packed operand
+constexpr int64_t kLeastDepth = 4096;                    // of a piece of a product
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -108,27 +109,36 @@ struct Matrices {
   bool adds;
 
   // A product is computed in pieces of so many rows m and so much of the depth, which fit
-  // kMostPacked.
-  constexpr int64_t depth_of_piece() const {
-    return std::min(
-        round_up(K, kPanel),
-        std::max<int64_t>(kMostPacked / 4 / round_up(N, kLeftRows) / kPanel * kPanel, kPanel));
-  }
+  // kMostPacked. Few rows would leave SMs idle, so it is the depth that is cut as far as
+  // kLeastDepth.
   constexpr int64_t rows_of_piece() const {
-    const int64_t most = kMostPacked / 8 / depth_of_piece() / kLeftRows * kLeftRows;
+    const int64_t least = std::min(round_up(K, kPanel), kLeastDepth);
+    const int64_t most = kMostPacked / 8 / least / kLeftRows * kLeftRows;
     return std::min(round_up(M, kLeftRows), std::max<int64_t>(most, kLeftRows));
+  }
+  constexpr int64_t depth_of_piece() const {
+    const int64_t most = kMostPacked / std::max(8 * rows_of_piece(), 4 * round_up(N, kLeftRows));
+    return std::min(round_up(K, kPanel), std::max<int64_t>(most / kPanel * kPanel, kPanel));
   }
   constexpr Tiles tiles(const Device& device) const {
     return Tiles(std::min(M, rows_of_piece()), N, 1, int(depth_of_piece() / kPanel), device.sms);
   }
-  // Whether the product in halves is faster than cuBLAS's, which an H200 computes at 45 TFLOP/s.
-  constexpr bool split_is_faster(const Device& device) const {
-    if (!device.code.sm_90a) return false;
-    const double pieces = double(round_up(M, rows_of_piece())) / double(rows_of_piece());
-    const double depths = double(round_up(K, depth_of_piece())) / double(depth_of_piece());
+  // Seconds of an H200, fitted to 1,100 products (NOTEBOOK.md, "Exact fp32 products"). cuBLAS
+  // computes whole tiles of 64 rows by 128 columns, at half its rate where there are 19 or 20 by 3
+  // of them: it does not divide the depth then, and most SMs have nothing to do.
+  constexpr double blas_seconds() const {
+    const int64_t rows = (M + 63) / 64, columns = (N + 127) / 128;
+    const bool idles = columns == 3 && (rows == 19 || rows == 20) && K >= kLeastDepth;
+    return 2.0 * 64 * 128 * double(rows * columns) * double(K) / (idles ? 24e12 : 48e12) + 4e-6;
+  }
+  constexpr double split_seconds(const Device& device) const {
+    const double pieces = std::max(1.0, double(M) / double(rows_of_piece())) *
+                          std::max(1.0, double(K) / double(depth_of_piece()));
     const double packed = 16 * double(M + N) * double(K);  // bytes, read and written
-    const double split = pieces * depths * tiles(device).clocks / 1.7e9 + packed / 3e12 + 8e-6;
-    return split < 2 * double(M) * double(N) * double(K) / 45e12 + 4e-6;
+    return pieces * tiles(device).clocks / 1.9e9 + packed / 2.1e12 + 16e-6;
+  }
+  constexpr bool split_is_faster(const Device& device) const {
+    return device.code.sm_90a && split_seconds(device) < blas_seconds();
   }
   constexpr int64_t scratch_bytes(const Device& device) const {
     const int parts = tiles(device).parts;
