@@ -123,7 +123,7 @@ struct Matrices {
   constexpr Tiles tiles(const Device& device) const {
     return Tiles(std::min(M, rows_of_piece()), N, 1, int(depth_of_piece() / kPanel), device.sms);
   }
-  // Seconds of an H200, fitted to 1,100 products (NOTEBOOK.md). cuBLAS
+  // Seconds of an H200, fitted to 1,100 products (NOTEBOOK.md, "Products of great depth"). cuBLAS
   // computes whole tiles of 64 rows by 128 columns, at half its rate where there are 19 or 20 by 3
   // of them: it does not divide the depth then, and most SMs have nothing to do.
   constexpr double blas_seconds() const {
