@@ -61,7 +61,8 @@ def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
     name.
 
     Subclasses that do not override forward are taken, too: they keep their class's name and methods,
-    isinstance, pickles and copies. So are parametrized modules.
+    isinstance, pickles and copies. So are parametrized modules. Code that compares classes, such as
+    `type(module) is nn.LSTM` in an initialisation, finds none of them: run it before.
 
     Returns a report and logs it in one line. What stays as it is, stands in `report.skipped` with the
     reason: a class with a forward of its own (whether that calls torch.nn's cannot be told; with

@@ -46,6 +46,7 @@ from ..choice.overrides import overrides_torch
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
+from ..kernels.fused_rnn.private_names import frame_callback, set_frame_callback
 from .onnx_export import export_sequence, is_onnx_export
 
 
@@ -117,6 +118,13 @@ class _Sequence(_StandIn, RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
+        # torch.compile leaves torch.nn's frames alone where it has left a module out of its graph.
+        if not torch.compiler.is_compiling() and callable(frame_callback()):
+            before = set_frame_callback(None)
+            try:
+                return _Sequence.forward(self, input, hx)
+            finally:
+                set_frame_callback(before)
         kernel = self.choose_kernel(input, hx)
         if kernel is None and torch.compiler.is_compiling() and is_onnx_export(True):
             return export_sequence(self, input, hx)

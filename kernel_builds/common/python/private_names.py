@@ -111,6 +111,14 @@ graph_stays: Any = find(
 )
 graph_stays = graph_stays or (lambda: True)  # whether the backward that runs may run again
 
+# What torch.compile calls with each frame before it runs, and the function that sets it and returns
+# what it was. Without them torch.compile compiles pieces of modules that it has left out of its graph.
+_PIECES = "torch.compile compiles pieces of an LSTM, GRU or RNN, and warns of what it cannot trace"
+frame_callback: Any = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", _PIECES)
+set_frame_callback: Any = find("torch._C._dynamo.eval_frame.set_eval_frame", _PIECES)
+if frame_callback is None or set_frame_callback is None:
+    frame_callback = lambda: None
+
 # Without it, flags of torch.backends cannot be set for a while in a process that has frozen them.
 may_set_flags: Any = find(
     "torch.backends.__allow_nonbracketed_mutation",

@@ -74,9 +74,9 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
 
 def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any:
     data, batch_sizes, sorted_indices, unsorted_indices = input
-    _check_pair(module.mode.lower(), hx)
     if hx is not None:
-        hx = module.permute_hidden(hx, sorted_indices)
+        hx = module.permute_hidden(hx, sorted_indices)  # takes the first two of what it gets
+    _check_pair(module.mode.lower(), hx)
     if (
         module.mode == "LSTM"
     ):  # torch.nn's forward checks nothing here, and leaves the rest to its products
