@@ -80,12 +80,21 @@ def from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo] 
 
 def _named_build(entries: str, repo: str) -> Path | None:
     """Returns the directory that LOCAL_KERNELS, "org/name=/directory:...", gives for `repo`."""
-    parts = [e for e in entries.split(":") if e]
-    wrong = [e for e in parts if not all(e.partition("="))]
-    if wrong:
-        raise KernelError(f"LOCAL_KERNELS has {wrong[0]!r}, but must be org/name=/directory:...")
-    directory = dict(e.split("=", 1) for e in parts).get(repo)
-    return None if directory is None else Path(directory)
+    found = []
+    for entry in filter(None, entries.split(":")):
+        name, _, directory = entry.partition("=")
+        if not name or not directory:
+            raise KernelError(f"LOCAL_KERNELS has {entry!r}, but must be org/name=/directory:...")
+        if name == repo:
+            found.append(Path(directory))
+        elif name.strip().lower().replace("_", "-") == repo:
+            raise KernelError(f"LOCAL_KERNELS names {name!r}, but must name {repo}")
+    if len(found) > 1:
+        raise KernelError(f"LOCAL_KERNELS names {repo} {len(found)} times, but must name it once")
+    if found and not found[0].is_dir():
+        problem = "is no directory" if found[0].exists() else "does not exist"
+        raise KernelError(f"LOCAL_KERNELS gives {found[0]} for {repo}, but it {problem}")
+    return found[0] if found else None
 
 
 def _import_from(path: Path, identifier: str) -> Any:

@@ -28,8 +28,8 @@ Made = TypeVar("Made")
 def write_file(path: str | os.PathLike, content: bytes, mode: int = 0o666) -> None:
     """Replaces the file at `path` by `content`, and returns when it is on the disk.
 
-    A symbolic link there is replaced, not followed. `mode` is a new file's, reduced by the
-    umask."""
+    A symbolic link there is replaced, not followed; a device, a pipe or a socket is refused with an
+    OSError. `mode` is a new file's, reduced by the umask."""
     place, name = os.path.split(os.fspath(path))
     try:
         folder = os.open(place or ".", os.O_RDONLY | os.O_DIRECTORY)
@@ -43,6 +43,7 @@ def write_file(path: str | os.PathLike, content: bytes, mode: int = 0o666) -> No
 
 def write_file_at(folder: int, name: str, content: bytes, mode: int = 0o666) -> None:
     """Does what write_file does, for the name `name` in the folder open as descriptor `folder`."""
+    _refuse_special(folder, name)
     beside = [f".{name}.unfinished-{k}" for k in range(SLOTS)]
     for unfinished in beside:
         _remove_abandoned(folder, unfinished)
@@ -67,6 +68,14 @@ def write_file_at(folder: int, name: str, content: bytes, mode: int = 0o666) -> 
                 os.unlink(at, dir_fd=folder)
             raise
     os.fsync(folder)  # flushes the name
+
+
+def _refuse_special(folder: int, name: str) -> None:
+    """Raises OSError for a name that a file must not take: that of a device, a pipe or a socket."""
+    with suppress(FileNotFoundError):
+        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind) or stat.S_ISDIR(kind)):
+            raise OSError(errno.EINVAL, "it is no regular file, and is not replaced by one")
 
 
 def _open_nameless(folder: int, mode: int) -> int | None:

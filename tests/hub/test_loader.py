@@ -251,9 +251,20 @@ def test_local_kernels_win(chain, project):
 
 def test_local_kernels_do_not_fall_back(chain, project, tmp_path):
     wish = "LOCAL_KERNELS"
-    (absent,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={tmp_path / 'nothing'}"})
-    assert absent["error"] == "KernelError"
-    assert "no variant at all" in absent["message"]
+    ours = "flashcell/fused-rnn"
+    (tmp_path / "file").touch()
+    wrong = {
+        f"{ours}={tmp_path / 'nothing'}": "nothing for flashcell/fused-rnn, but it does not exist",
+        f"{ours}={tmp_path / 'file'}": "file for flashcell/fused-rnn, but it is no directory",
+        f"{ours}={tmp_path}": "no variant at all",
+        f"{ours}={project.root}:{ours}={tmp_path}": f"names {ours} 2 times",
+        f"flashcell/fused_rnn={project.root}": "names 'flashcell/fused_rnn', but must name flashcell/",
+        f" {ours}={project.root}": "names ' flashcell/fused-rnn', but must name flashcell/",
+    }
+    for entries, message in wrong.items():
+        (outcome,) = chain.load(AUTO, **{wish: entries})
+        assert outcome["error"] == "KernelError"
+        assert message in outcome["message"]
     for entry in ("/a/path", "=/a/path", "flashcell/fused-rnn=", "="):
         (malformed,) = chain.load(AUTO, **{wish: entry})
         assert f"LOCAL_KERNELS has '{entry}', but must be" in malformed["message"]

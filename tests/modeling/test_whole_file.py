@@ -226,6 +226,16 @@ def test_a_link_is_replaced_and_a_mode_is_kept_to(how, tmp_path):
     assert stat.S_IMODE((tmp_path / "program").stat().st_mode) == 0o600
 
 
+def test_what_is_no_file_stays(how, tmp_path):
+    """A device such as /dev/null is not replaced, nor is a pipe, though root could do it."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=f"no regular file.*'{path}'"):
+        write_file(path, NEW)
+    assert path.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_errors_name_the_path(how, monkeypatch, tmp_path):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
