@@ -132,8 +132,15 @@ class FlashMLSTMConfig(RecurrentConfig):
             raise ValueError(
                 f"input_gate_bias_init is {self.input_gate_bias_init}, but must be finite"
             )
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size}, but must be None or at least 1")
+        if self.chunk_size is not None and not 1 <= self.chunk_size < 2**31:
+            raise ValueError(
+                f"chunk_size is {self.chunk_size}, but must be None or from 1 to 2147483647"
+            )
+        if self.intermediate_size < 1:
+            raise ValueError(
+                f"ffn_proj_factor is {self.ffn_proj_factor}, but must be at least 1 / hidden_size = "
+                f"{1 / self.hidden_size:.3g}"
+            )
         for name in ("qk_dim", "v_dim"):
             width = getattr(self, name)
             if not width or width % (8 * self.num_heads):

@@ -99,8 +99,10 @@ class FlashRNNConfig(RecurrentConfig):
         for name in ("initializer_range", "max_recurrent", "tol"):
             if getattr(self, name) is not None:
                 self.require_positive(name)
-        if self.max_iters is not None and self.max_iters < 1:
-            raise ValueError(f"max_iters is {self.max_iters}, but must be None or at least 1")
+        if self.max_iters is not None and not 1 <= self.max_iters < 2**31:
+            raise ValueError(
+                f"max_iters is {self.max_iters}, but must be None or from 1 to 2147483647"
+            )
         if self.conv_kernel < 2:
             raise ValueError(f"conv_kernel is {self.conv_kernel}, but must be at least 2")
         if self.grad_clip is not None and not self.grad_clip >= 0:

@@ -74,8 +74,10 @@ class FlashXLSTMConfig(RecurrentConfig):
             raise ValueError(f"conv_kernel_size is {self.conv_kernel_size}, but must be at least 2")
         if not 0 <= self.eps < float("inf"):
             raise ValueError(f"eps is {self.eps}, but must be a finite number >= 0")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size}, but must be None or at least 1")
+        if self.chunk_size is not None and not 1 <= self.chunk_size < 2**31:
+            raise ValueError(
+                f"chunk_size is {self.chunk_size}, but must be None or from 1 to 2147483647"
+            )
         at, layers = self.slstm_at, self.num_hidden_layers
         if at is not None and at != "all" and any(not 0 <= i < layers for i in at):
             raise ValueError(

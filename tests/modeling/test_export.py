@@ -182,6 +182,50 @@ def test_refusals(make_model, tmp_path):
     assert "is not JSON" in refusal(checkpoint, exported)
 
 
+ODD = ['{"auto_map": []}', "{bad", "[]", '{"auto_map": {"AutoConfig": null}}', "\0", "{}"]
+ODD += ['{"auto_map": {"AutoConfig": ["configuration_flash_rnn"]}}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("config", ODD, ids=range(len(ODD)))
+def test_a_folder_with_an_odd_configuration_is_not_replaced(make_model, tmp_path, config):
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    make_model().save_pretrained(checkpoint)
+    out.mkdir()
+    (out / "config.json").write_text(config)
+    (out / "modeling_flash_rnn.py").write_text("")
+    assert "out exists and is not an earlier export" in refusal(checkpoint, out)
+    assert (out / "config.json").read_text() == config
+
+
+@pytest.mark.parametrize("kept", [0.999, 0.001, 0])
+def test_weights_that_are_cut_off_are_refused(make_model, tmp_path, kept):
+    checkpoint = tmp_path / "checkpoint"
+    make_model().save_pretrained(checkpoint)
+    weights = checkpoint / "model.safetensors"
+    os.truncate(weights, int(weights.stat().st_size * kept))
+    assert f"{weights} is damaged: " in refusal(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_that_are_missing_are_refused(make_model, tmp_path):
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    make_model().save_pretrained(checkpoint, max_shard_size="10KB")
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    assert len(shards) > 1
+    export(checkpoint, out)
+    shards[-1].rename(tmp_path / shards[-1].name)
+    index = checkpoint / "model.safetensors.index.json"
+    assert f"{index} names {shards[-1].name}, but there is no such" in refusal(checkpoint, out)
+    for text, said in (
+        ('{"weight_map": {"a": "../' + shards[-1].name + '"}}', "but there is no such file beside"),
+        ("{", "is no index of shards"),
+        ('{"weight_map": []}', "is no index of shards"),
+    ):
+        index.write_text(text)
+        assert said in refusal(checkpoint, out)
+    assert (out / shards[-1].name).is_file(), "the earlier export is lost"
+
+
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(make_model, tmp_path):
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out/exported"
     make_model().save_pretrained(checkpoint)

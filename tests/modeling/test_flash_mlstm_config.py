@@ -80,7 +80,9 @@ BAD = {
     "eps": ({"eps": -1e-6}, "eps is -1e-06, but must be a finite number >= 0"),
     "gate": ({"input_gate": "softmax"}, "'input_gate' expected one of .* got softmax"),
     "bias": ({"input_gate_bias_init": -math.inf}, "input_gate_bias_init is -inf, but must be finite"),
-    "chunk": ({"chunk_size": 0}, "chunk_size is 0, but must be None or at least 1"),
+    "chunk": ({"chunk_size": 0}, "chunk_size is 0, but must be None or from 1 to"),
+    "long chunk": ({"chunk_size": 10**20}, "chunk_size is 1(0{20}), but must be None or from 1 to"),
+    "inner": ({"ffn_proj_factor": 1e-30}, "ffn_proj_factor is 1e-30, but must be at least 1 / hidden"),
     "mode": ({"weight_mode": "double"}, "'weight_mode' expected one of .* got double"),
     "norm": ({"head_norm": "batch"}, "'head_norm' expected one of .* got batch"),
     "fixed": (

@@ -246,7 +246,7 @@ BAD = {
     "blocks": ({"qkv_block_size": 7}, "qkv_block_size is 7, but it must divide inner_size = 1536"),
     "conv": ({"conv_kernel_size": 1}, "conv_kernel_size is 1, but must be at least 2"),
     "eps": ({"eps": -1.0}, "eps is -1.0, but must be a finite number >= 0"),
-    "chunk": ({"chunk_size": 0}, "chunk_size is 0, but must be None or at least 1"),
+    "chunk": ({"chunk_size": 0}, "chunk_size is 0, but must be None or from 1 to"),
     "norm": ({"norm_eps": 0.0}, "norm_eps is 0.0, but must be a positive, finite number"),
 }
 
