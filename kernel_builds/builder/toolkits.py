@@ -162,8 +162,8 @@ def _assemble(root: Path, version: str) -> None:
     shutil.copy(headers / "cuda_runtime/lib/libcudart.so.12", root / "lib")
     _complete(root / "lib", "12")
     (root / "lib64").symlink_to("lib")
-    if version == "12.8":
-        for name, real in later_gpus.REAL.items():
+    for name, real in later_gpus.REAL.items():
+        if version == "12.8" or name == "fatbinary":
             (root / "bin" / name).rename(root / "bin" / real)
             shutil.copy(BUILDER / "later_gpus.py", root / "bin" / name)
     for file in (root / "bin").iterdir():
