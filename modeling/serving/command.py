@@ -76,14 +76,24 @@ def count(least: int, most: int | None = None) -> Any:
     return read
 
 
+class ModelError(ValueError):
+    """Why a model cannot be loaded."""
+
+
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
-    return model.to(arguments.device).eval(), AutoTokenizer.from_pretrained(arguments.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    except (OSError, ValueError, SafetensorError) as error:
+        why = str(error).partition("\n")[0]
+        raise ModelError(f"the model is {arguments.model}, but: {why}") from error
+    return model.to(arguments.device).eval(), tokenizer
 
 
 def make_states(model: Any, arguments: argparse.Namespace) -> Any:
@@ -202,7 +212,10 @@ def serve(arguments: argparse.Namespace) -> None:
     need("serve")
     from .app import make_app
 
-    server = load_server(arguments)
+    try:
+        server = load_server(arguments)
+    except ModelError as error:
+        raise SystemExit(f"flashcell serve: {error}") from None
     run(make_app(server), server.key, server.hosts, arguments)
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from evaluation.weights import check_weights
 from flashcell import QuantizationConfig  # importing flashcell registers the model families
 from training.corpus import Lanes, collect_standard_library, held_out_lanes, load_corpus
+from training.documents import read_text
 from training.step import chunk_loss
 
 
@@ -42,9 +45,14 @@ class Score:
 def load(name: str, device: str, backend: str, weights: str | None = None):
     """Loads a checkpoint of one of our families, in fp32, and its tokenizer; `weights` "int8", "fp8" or
     "int4" quantises its linear layers."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
     config = {} if weights is None else {"quantization_config": QuantizationConfig(weights)}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **config)
+    try:
+        check_weights(Path(name))  # transformers' error names no file
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **config)
+    except (OSError, ValueError, SafetensorError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"the model is {name}, but: {why}") from error
     model = model.to(device).eval()
     if set(getattr(model.config, "layer_types", None) or ()) != {"recurrent_state"}:
         raise ValueError(
@@ -58,7 +66,10 @@ def load(name: str, device: str, backend: str, weights: str | None = None):
 def read_texts(paths: list[Path]) -> list[str]:
     """Reads files, and all files of folders in order of name, as one document each."""
     files = [f for p in paths for f in (sorted(p.rglob("*")) if p.is_dir() else [p])]
-    texts = [file.read_text(encoding="utf-8") for file in files if not file.is_dir()]
+    try:
+        texts = [read_text(file) for file in files if not file.is_dir()]
+    except ValueError as error:
+        raise ValueError(f"--text is {' '.join(map(str, paths))}, but {error}") from None
     if not any(texts):
         raise ValueError(f"--text is {' '.join(map(str, paths))}, but must hold text")
     return [text for text in texts if text]

@@ -1,7 +1,9 @@
 """Types of command-line arguments, checked before an environment is made. Standard library only."""
 
 import argparse
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # one of NVIDIA's driver, one of WSL
@@ -51,3 +53,26 @@ def device(name: str) -> str:
             f"cuda needs an NVIDIA GPU and its driver, but there is no {GPU_FILES[0]}"
         )
     return name
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Returns the type of whole numbers of at least `least`."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"it is {text}, but must be at least {least}")
+        return value
+
+    read.__name__ = "whole number"  # argparse says so of what int() refuses
+    return read
+
+
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:  # nan is neither
+        raise argparse.ArgumentTypeError(f"it is {text}, but must be a finite number above 0")
+    return value
+
+
+above_zero.__name__ = "number"

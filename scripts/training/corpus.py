@@ -262,6 +262,10 @@ class Texts:
         predictions = int((self.held_out_lanes.targets != -100).sum())
         return nats_per_token / math.log(2) * predictions / self.bytes[1]
 
+    def check(self) -> None:
+        """Raises unless the text is enough for a step."""
+        self.training_chunk(0)
+
     def describe(self) -> str:
         return f"{self.tokens / 1e6:.2f} M training tokens"
 

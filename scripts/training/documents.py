@@ -39,6 +39,35 @@ def local_text(path: Path) -> dict:
     return {"path": "text", "data_files": files, "sample_by": by}
 
 
+def read_text(path: Path) -> str:
+    """Returns a file's text; the error of one that has none names it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at position {error.start}"
+        raise ValueError(f"{path} is not text in UTF-8: {error.reason}, {where}") from None
+
+
+class NotLoaded(ValueError):
+    """Why `datasets` has not loaded a recipe's `data`."""
+
+
+def why_not_loaded(data: dict, error: Exception) -> str:
+    """Returns the cause of an error of `datasets`, which names no file: for files of text the first
+    that is none."""
+    named = data.get("data_files")
+    if data.get("path") == "text" and isinstance(named, list):
+        files = [path for path in map(Path, named) if path.is_file()]
+        for path in files:
+            try:
+                read_text(path)
+            except (OSError, ValueError) as problem:
+                return str(problem)
+        if files and not any(path.stat().st_size for path in files):
+            return f"must hold text: {files[0]} is empty"
+    return f"cannot be loaded: {error.__cause__ or error}".partition("\n")[0]
+
+
 def is_held_out(text: str, one_in: int) -> bool:
     """Whether a document is held out, decided by its hash, so that copies agree."""
     return bool(one_in) and int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % one_in == 0
@@ -49,6 +78,7 @@ class Documents:
 
     def __init__(self, recipe, rank: int = 0, world: int = 1):
         import datasets
+        from datasets.exceptions import DatasetGenerationError
 
         self.recipe, self.rank, self.world = recipe, rank, world
         self.column = recipe.data.get("column", "text")
@@ -57,7 +87,10 @@ class Documents:
         if not self.held_out_split and not recipe.held_out_in:
             raise ValueError("data.held_out_split or held_out_in must be given: one of them")
         self._load = lambda **changes: datasets.load_dataset(**{**options, **changes})
-        self.table: Any = self._load()
+        try:
+            self.table: Any = self._load()
+        except DatasetGenerationError as error:
+            raise NotLoaded(why_not_loaded(recipe.data, error)) from error
         self.streams = isinstance(self.table, datasets.IterableDataset)
         self.state = {"epoch": 0, "at": 0, "stream": None}
 
@@ -203,6 +236,12 @@ class DatasetTexts:
         held_out = set(self.held_out_texts)
         some = [t for t, _ in zip(texts, range(FOR_TOKENIZER), strict=False) if t.strip()]
         return train_tokenizer([t for t in some if t not in held_out], self.recipe.vocab_size)
+
+    def check(self) -> None:
+        """Raises unless there is a training document."""
+        before = self.documents.state
+        next(iter(self.documents))
+        self.documents.state = before
 
     def describe(self) -> str:
         source = self.recipe.data.get("path"), self.recipe.data.get("name") or ""

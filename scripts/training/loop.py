@@ -16,29 +16,20 @@ from training.monitors import COLUMNS as MONITOR_COLUMNS
 from training.monitors import gradient_norms, watch_gates
 from training.run_folder import Log
 from training.speed import flops_per_token, matmul_rate
-from training.step import (
-    check_isolation,
-    held_out_loss,
-    keep_memory,
-    make_model,
-    make_optimizer,
-    training_loss,
-)
+from training.step import held_out_loss, keep_memory, make_optimizer, training_loss
 
 NO_CAUSE = "the step is finite when it runs again"
 
 
 class Training:
-    """One process of a training run. `texts` is corpus.Texts or documents.DatasetTexts."""
+    """One process of a training run. `texts` is corpus.Texts or documents.DatasetTexts, `model`
+    step.checked_model's."""
 
-    def __init__(self, args, recipe, texts, run: Path, accelerator):
+    def __init__(self, args, recipe, texts, model, run: Path, accelerator):
         keep_memory()
         self.args, self.recipe, self.texts, self.run = args, recipe, texts, run
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         device = accelerator.device
-        model = make_model(recipe, texts.tokenizer, args.backend, device.type).to(device)
-        if recipe.isolate:
-            check_isolation(model)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = flops_per_token(model)
         parts = accelerator.prepare(model, *make_optimizer(model, recipe))

@@ -76,6 +76,13 @@ def make_model(recipe: Recipe, tokenizer, backend: str, device: str = "cpu") -> 
     return model
 
 
+def checked_model(recipe: Recipe, tokenizer, backend: str, device: torch.device) -> nn.Module:
+    model = make_model(recipe, tokenizer, backend, device.type).to(device)
+    if recipe.isolate:
+        check_isolation(model)
+    return model
+
+
 def is_one_unit(model: nn.Module) -> bool:
     return sum(p.numel() for p in model.parameters()) < ONE_UNIT
 

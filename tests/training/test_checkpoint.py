@@ -146,7 +146,8 @@ def test_a_pipe_in_a_file_s_place_is_refused(tmp_path, name):
     work = (
         "from pathlib import Path; from training import run_folder\n"
         f"folder = Path({str(tmp_path / 'run')!r})\n"
-        "lock = run_folder.open_run(folder, {}, True, False); run_folder.Log(folder / 'log.csv', 1)"
+        "lock, _ = run_folder.open_run(folder, {}, True, False)\n"
+        "run_folder.Log(folder / 'log.csv', 1)"
     )
     command = [sys.executable, "-c", work]
     ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)

@@ -2,7 +2,9 @@
 network."""
 
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +73,9 @@ def test_what_cannot_be_scored_is_refused(checkpoint, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"--text is .*empty.txt, but must hold text"):
         read_texts([tmp_path / "empty.txt"])
+    (tmp_path / "binary.txt").write_bytes(b"ab\xb8")
+    with pytest.raises(ValueError, match=r"^--text is .*, but .*binary.txt is not text in UTF-8"):
+        read_texts([tmp_path / "binary.txt"])
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_attention_heads=1, **sizes))
     llama.save_pretrained(tmp_path)
@@ -89,6 +94,21 @@ def test_what_cannot_be_scored_is_refused(checkpoint, tmp_path):
 
     with pytest.raises(ValueError, match=r"the tokenizer loses characters .* begins 'import os"):
         documents(Lossy(), TEXTS[1:])
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    folder = shutil.copytree(CHECKPOINT, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+    said = f"^the model is {folder}, but: {weights} is damaged: Error while deserializing header"
+    with pytest.raises(ValueError, match=said):
+        load(str(folder), DEVICE, "reference")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"^the model is nope, but: We couldn't connect .*files\.$"
+    ):
+        load("nope", DEVICE, "reference")
 
 
 def test_files_of_a_folder_are_documents(tmp_path):

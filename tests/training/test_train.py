@@ -85,6 +85,7 @@ def test_micro_batches_take_the_step_of_the_whole_batch(folder):
     from training.corpus import Texts, load_corpus
     from training.loop import Training
     from training.recipe import Recipe
+    from training.step import checked_model
 
     taken = []
     for micro_batch in (0, 1, 2):
@@ -94,7 +95,9 @@ def test_micro_batches_take_the_step_of_the_whole_batch(folder):
         run.mkdir()
         texts = Texts(load_corpus(folder / "corpus.zip"), recipe, run / "tokenizer", 0, 1)
         args = SimpleNamespace(backend="reference", tensorboard=False)
-        training = Training(args, recipe, texts, run, Accelerator(cpu=True))
+        accelerator = Accelerator(cpu=True)
+        model = checked_model(recipe, texts.tokenizer, args.backend, accelerator.device)
+        training = Training(args, recipe, texts, model, run, accelerator)
         training.step(), training.step()
         taken.append([*training.progress["losses"], *training.progress["norms"]])
     assert taken[1] == pytest.approx(taken[0], rel=1e-4)
