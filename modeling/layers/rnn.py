@@ -118,7 +118,8 @@ class _Sequence(_StandIn, RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
-        # torch.compile leaves torch.nn's frames alone where it has left a module out of its graph.
+        # Where torch.compile has left the module out of its graph it would compile parts of this call,
+        # as it never does with torch.nn's own: it is switched off meanwhile.
         if not torch.compiler.is_compiling() and callable(frame_callback()):
             before = set_frame_callback(None)
             try:

@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   }
   Tensor last;
   if (!dlast.empty()) {
-    // Of a cell h has no gradient besides dy, and h_p is no state.
+    // Nothing writes a cell's h, which has no gradient besides dy, or h_p, which is no engine's.
     last = s.new_filled(x, {L * s.states()}, s.unrounded, s.is_cell || projects);
     s.bring_states(copies, last, dlast, s.is_cell);
   }

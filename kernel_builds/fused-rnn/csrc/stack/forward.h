@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
 
   Tensor initial, bias, packed;
   if (!state.empty()) {
-    initial = s.new_filled(x, {L * s.states()}, s.unrounded, projects);  // h_p is no state
+    initial = s.new_filled(x, {L * s.states()}, s.unrounded, projects);  // nothing writes h_p
     s.bring_states(copies, initial, state);
   }
   if (has_bias) {

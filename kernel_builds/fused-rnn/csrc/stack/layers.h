@@ -205,7 +205,7 @@ struct Layers {
     }
   }
 
-  // A new tensor, with zeros if something is not written.
+  // A new tensor, filled with zeros if `zeros`: where not every element will be written.
   static Tensor new_filled(const Tensor& like, const Shape& shape, ScalarType type, bool zeros) {
     Tensor tensor = new_tensor(like, shape, type);
     if (zeros) torch::stable::zero_(tensor);
