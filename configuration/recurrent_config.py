@@ -39,6 +39,12 @@ class RecurrentConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         RecurrentConfig.on_creation()
+        layer_types = kwargs.pop("layer_types", None)  # other programs save it
+        if layer_types is not None and layer_types != self.layer_types:
+            raise ValueError(
+                f"layer_types is {layer_types}, but must be 'recurrent_state' for each of "
+                f"{self.num_hidden_layers} layers, or not given"
+            )
         super().__post_init__(**kwargs)
         if getattr(self, "auto_map", None) is None:
             self.auto_map: dict[str, str] = {}  # trl reads it from every configuration

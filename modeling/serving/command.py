@@ -6,6 +6,7 @@ variable FLASHCELL_API_KEY or from a file, so that no list of processes shows it
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -41,16 +42,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--slots", type=count(1), default=32, help="sequences decoded together")
     add("--prefill-rows", type=count(1), help="prompts read together; by the device without it")
     add("--prefill-chunk", type=count(2), help="tokens of each in one call; by the device")
-    add("--interval-ms", type=float, default=25.0,
+    add("--interval-ms", type=number(0), default=25.0,
         help="tokens of running streams are sent at most so often, several at a time")  # fmt: skip
     add("--queue", type=count(0), default=1024, help="choices that may wait; more get status 429")
     add("--max-prompt-tokens", type=count(1), default=32_768)
     add("--max-new-tokens", type=count(1), default=4096)
     add("--max-body-bytes", type=count(1), default=4 * MIB)
     add("--max-connections", type=count(1), default=2048)
-    add("--body-seconds", type=float, default=30.0, help="for the body of a request to come")
-    add("--head-seconds", type=float, default=25.0, help="for its head")
-    add("--stalled-seconds", type=float, default=120.0,
+    add(
+        "--body-seconds", type=number(0.001), default=30.0, help="for the body of a request to come"
+    )
+    add("--head-seconds", type=number(0.001), default=25.0, help="for its head")
+    add("--stalled-seconds", type=number(0.001), default=120.0,
         help="after which a client that reads nothing is given up")  # fmt: skip
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer without one")
     add("--state-device-mib", type=count(0), default=1024, help="for states on a GPU")
@@ -73,6 +76,19 @@ def count(least: int, most: int | None = None) -> Any:
         return value
 
     read.__name__ = "integer"  # argparse says so
+    return read
+
+
+def number(least: float) -> Any:
+    def read(text: str) -> float:
+        value = float(text)
+        if not least <= value < math.inf:  # nan is not
+            raise argparse.ArgumentTypeError(
+                f"it is {text}, but must be a finite number of at least {least:g}"
+            )
+        return value
+
+    read.__name__ = "number"  # argparse says so
     return read
 
 

@@ -104,6 +104,14 @@ def test_bad_values_are_named(what):
         FlashRNNConfig(**changes)
 
 
+def test_layer_types_that_another_program_saved():
+    config = FlashRNNConfig(num_hidden_layers=2, layer_types=["recurrent_state"] * 2)
+    assert "layer_types" not in config.to_dict()
+    for other in (["full_attention"] * 2, ["recurrent_state"], 2):
+        with pytest.raises(ValueError, match="must be 'recurrent_state' for each of 2 layers"):
+            FlashRNNConfig(num_hidden_layers=2, layer_types=other)
+
+
 def test_the_cell_names_are_the_kernel_s():
     for cell, nonlinearity in [("lstm", "tanh"), ("gru", "tanh"), ("rnn", "relu"), ("rnn", "tanh")]:
         assert FlashRNNConfig(cell=cell, nonlinearity=nonlinearity).kernel_cell in CELLS

@@ -18,6 +18,18 @@ def refusal(model: object) -> str:
     return said
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "soon"])
+@pytest.mark.parametrize("option", ["--interval-ms", "--body-seconds", "--upscale-seconds"])
+def test_numbers_out_of_bounds(capsys, option, value):
+    from flashcell.serving.replicas.command import parse_arguments
+
+    with pytest.raises(SystemExit):
+        parse_arguments([str(FOLDER), "--ray", option, value])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: " in said
+    assert f"it is {value}, but must be" in said or f"invalid number value: '{value}'" in said
+
+
 @pytest.mark.parametrize("part", [0.5, 0])
 def test_weights_that_are_cut_off(tmp_path, part):
     folder = shutil.copytree(FOLDER, tmp_path / "model")

@@ -43,8 +43,16 @@ class Replicas:
     def route(self, name: str, *beginnings: tuple[bytes, float]) -> None:
         self.router.on_request_routed(self.request(*beginnings), self.known[name].replica_id, None)
 
-    def load(self, name: str, requests: int) -> None:
-        self.router.replica_queue_len_cache.update(self.known[name].replica_id, requests)
+    def send(self, name: str, requests: int = 1) -> None:
+        for _ in range(requests):
+            self.router.on_send_request(self.known[name].replica_id)
+
+    async def update(self) -> None:
+        """Tells the router that there are no replicas, as Ray does in its event loop."""
+        self.router.update_replicas([])
+
+    def complete(self, name: str) -> None:
+        self.router.on_request_completed(self.known[name].replica_id, "a request")
 
     def choose(self, *beginnings: tuple[bytes, float]) -> str:
         """Returns the replica that is tried first, checking that all are tried behind it."""
@@ -86,9 +94,9 @@ def test_a_beginning_of_less_than_half_is_read_again(replicas):
 
 def test_a_full_reader_is_not_preferred(replicas):
     replicas.route("a", (b"1", 1.0))
-    replicas.load("a", SLOTS - 1)
+    replicas.send("a", SLOTS - 1)
     assert replicas.chosen((b"1", 1.0)) == {"a"}
-    replicas.load("a", SLOTS)
+    replicas.send("a")
     assert replicas.chosen((b"1", 1.0)) == {"b", "c"}
     replicas.route("b", (b"1", 1.0))
     assert replicas.chosen((b"1", 1.0)) == {"b"}
@@ -96,15 +104,31 @@ def test_a_full_reader_is_not_preferred(replicas):
 
 def test_the_least_loaded_is_chosen_when_nobody_has_read_it(replicas):
     for name, requests in (("a", 5), ("b", 3), ("c", 4)):
-        replicas.load(name, requests)
+        replicas.send(name, requests)
     assert replicas.chosen((b"1", 1.0)) == {"b"}
+
+
+def test_requests_are_counted_until_they_are_completed(replicas):
+    """However late a replica's reply comes: it counts the requests of its own time."""
+    replicas.route("a", (b"1", 1.0))
+    replicas.send("a", SLOTS)
+    replicas.router.on_new_queue_len_info(replicas.known["a"].replica_id, 1)
+    assert replicas.chosen((b"1", 1.0)) == {"b", "c"}
+    replicas.complete("a")
+    assert replicas.chosen((b"1", 1.0)) == {"a"}
+    for _ in range(3):
+        replicas.complete("a")
+    assert replicas.router.load(replicas.known["a"]) == 0
+    replicas.send("a", SLOTS)
+    asyncio.run(replicas.update())
+    assert replicas.router.load(replicas.known["a"]) == 0
 
 
 def test_requests_at_once_count_before_they_are_sent(replicas, monkeypatch):
     replicas.route("a", (b"1", 1.0))
     assert [replicas.choose((b"1", 1.0)) for _ in range(SLOTS)] == ["a"] * SLOTS
     assert {replicas.choose((b"1", 1.0)) for _ in range(4)} == {"b", "c"}
-    replicas.router.on_send_request(replicas.known["a"].replica_id)
+    replicas.send("a")
     assert replicas.router.load(replicas.known["a"]) == SLOTS, "it is counted twice"
     monkeypatch.setattr(under_test, "PROMISE_SECONDS", -1.0)
     assert replicas.router.load(replicas.known["a"]) == 1, "one that was never sent counts for ever"

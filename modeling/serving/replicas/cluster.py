@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..command import count, number
+
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would tell its makers
 # Without the first Ray listens on all addresses of the machine, whatever address it is given.
 OWN = {
@@ -30,7 +32,7 @@ STORE_BYTES = 128 * 2**20  # of Ray's object store, which nothing here needs
 DAY = 86_400.0
 
 
-def add_options(parser: argparse.ArgumentParser, count: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of --ray to the command's."""
     add = parser.add_argument_group("replicas (pip install 'flashcell[ray]')").add_argument
     add("--ray", action="store_true",
@@ -43,9 +45,14 @@ def add_options(parser: argparse.ArgumentParser, count: Any) -> None:
     add("--replica-requests", type=count(1),
         help="that run or wait for each replica: with more there will be more replicas, with less "
         "fewer; as --slots without it")  # fmt: skip
-    add("--upscale-seconds", type=float, default=10.0, help="of load until there are more")
-    add("--downscale-seconds", type=float, default=300.0, help="of idleness until there are fewer")
-    add("--replica-gpus", type=float, help="GPUs of a replica, or a part of one; 1 with cuda")
+    add("--upscale-seconds", type=number(0), default=10.0, help="of load until there are more")
+    add(
+        "--downscale-seconds",
+        type=number(0),
+        default=300.0,
+        help="of idleness until there are fewer",
+    )
+    add("--replica-gpus", type=number(0), help="GPUs of a replica, or a part of one; 1 with cuda")
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 
 from ..command import (
     NEEDED,
-    count,
     load_server,
     make_parser,
     need,
@@ -23,7 +22,7 @@ from .cluster import add_options, check_options, import_ray, replicas
 
 def parse_arguments(given: list[str]) -> argparse.Namespace:
     parser = make_parser()
-    add_options(parser, count)
+    add_options(parser)
     arguments = parser.parse_args(given)
     check_options(parser, arguments)
     return arguments

@@ -6,7 +6,7 @@ to it, so the router remembers by its digests where each beginning went (beginni
 
 import random
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 from ray.serve.request_router import (
@@ -32,6 +32,7 @@ class PrefixRouter(RequestRouter):
         is full, and others get what it has read."""
         self.slots: int = options["slots"]
         self.places: OrderedDict[bytes, set[ReplicaID]] = OrderedDict()  # the newest last
+        self.unfinished = Counter[ReplicaID]()  # requests that were sent
         self.promised: dict[ReplicaID, deque[float]] = {}  # when requests not yet sent got theirs
 
     async def choose_replicas(
@@ -63,24 +64,33 @@ class PrefixRouter(RequestRouter):
         return set()
 
     def load(self, replica: RunningReplica) -> int:
-        """Returns how many requests a replica has, with those that are about to be sent to it."""
+        """Returns how many requests a replica has, with those that are about to be sent to it.
+
+        Ray's own count is not used: a replica's reply sets it to the number when that reply was
+        made, without the requests sent since, and it is forgotten after ten seconds."""
         promised = self.promised.get(replica.replica_id, deque())
         while promised and promised[0] < time.monotonic() - PROMISE_SECONDS:
             promised.popleft()  # another took it, or its client has gone
-        return (self.replica_queue_len_cache.get(replica.replica_id) or 0) + len(promised)
+        return self.unfinished[replica.replica_id] + len(promised)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Counts a request as the replica's, and as promised no more."""
         super().on_send_request(replica_id)
+        self.unfinished[replica_id] += 1
         if self.promised.get(replica_id):
             self.promised[replica_id].popleft()
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Counts a request as the replica's no more: it was answered, refused or cancelled."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self.unfinished[replica_id] = max(self.unfinished[replica_id] - 1, 0)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Takes the replicas that there are now."""
         super().update_replicas(replicas)
-        self.promised = {
-            one: times for one, times in self.promised.items() if one in self.curr_replicas
-        }
+        for known in (self.promised, self.unfinished):
+            for one in known.keys() - self.curr_replicas.keys():
+                del known[one]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
