@@ -13,7 +13,7 @@ HOW_THEY_RUN = (
     "autocast_kernel_dtype", "inference_state_dtype", "max_inference_chunksize",
     "norm_reduction_force_float32",
 )  # fmt: skip
-# ... and what they can choose, but no published model does.
+# Other fields of the two: every published model has these values, and others are refused.
 THEIR_CHOICES = {"use_bias": False, "add_out_norm": True}
 PUBLISHED = {"vocab_size": 50257}  # the GPT-2 tokenizer of the models below 7B
 
@@ -39,9 +39,9 @@ class FlashMLSTMConfig(RecurrentConfig):
             normaliser and carries C alone.
         learnable_input_gate: False leaves the input gate at `input_gate_bias_init` for ever, whatever
             the token.
-        input_gate_bias_init: its bias at the start.
-        gate_soft_cap: input and forget gates are bounded by it: cap tanh(x / cap).
-        output_logit_soft_cap: so are the logits, by this.
+        input_gate_bias_init: the input gate's bias before training.
+        gate_soft_cap: bound of the input and forget gates: cap tanh(x / cap).
+        output_logit_soft_cap: bound of the logits, in the same way.
         norm_eps: added to the variance in every norm.
         head_norm: "layer" (without bias) or "rms", of every head's output.
         eps: added to the mLSTM's divisor in its stabilised scale; the sigmoid gate has none.
@@ -108,7 +108,7 @@ class FlashMLSTMConfig(RecurrentConfig):
                 )
         theirs = [name for name in HOW_THEY_RUN if name in kwargs]
         if theirs:
-            self.chunk_size = None  # theirs is for their own kernel
+            self.chunk_size = None  # the value in that file is for another kernel
         for name in theirs:
             del kwargs[name]
         self.base_model_tp_plan = self._split()  # type: ignore[misc]  # a tied head adds to it

@@ -52,15 +52,15 @@ class FlashRNNConfig(RecurrentConfig):
         grad_clip: bound of each element of the gradient through the recurrent product; 0 cuts it.
         conv_kernel: width of the causal convolution before a diagonal cell.
         max_recurrent: bound of a diagonal cell's recurrent weights and peepholes; None for none.
-        save: "gates" or "recompute": what the other cells keep for the backward pass. At run time.
+        save: "gates" or "recompute": what the other cells keep for the backward pass. Never saved.
         method, tol, max_iters: how a diagonal cell runs over time, "auto", "sequential",
-            "multiple_shooting" or "newton"; see the kernel's flash_gru. At run time.
+            "multiple_shooting" or "newton"; see the kernel's flash_gru. Never saved.
     """
 
     model_type = "flash_rnn"
     run_time_fields: ClassVar = ("backend", "save", "method", "tol", "max_iters")
     presets: ClassVar = published_presets()
-    # The MLPs are split. A cell's gates lie one after the other, which columns would not respect.
+    # Only the MLPs are split: equal shares of in_proj's columns would not hold whole sets of gates.
     base_model_tp_plan: ClassVar = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",

@@ -16,8 +16,8 @@ class FlashXLSTMConfig(RecurrentConfig):
     """The configuration of a flash_xlstm model (xLSTM, arXiv 2405.04517, in the form of the `xlstm`
     package).
 
-    xLSTM[a:b] has a mLSTM blocks for b sLSTM blocks; which ones is `slstm_at`. xLSTM[1:0] is the
-    default, xLSTM[0:1] is slstm_at="all".
+    xLSTM[a:b] has a mLSTM blocks for b sLSTM blocks; `slstm_at` says which are sLSTM blocks.
+    xLSTM[1:0] is the default, xLSTM[0:1] is slstm_at="all".
 
     Args:
         vocab_size: number of tokens.

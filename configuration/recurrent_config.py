@@ -85,7 +85,7 @@ class RecurrentConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Does nothing for an installed class: saving would copy its file, which needs the others."""
+        """Does nothing for an installed class, whose file cannot be used without its imports."""
         if not cls.__module__.startswith("flashcell."):
             super().register_for_auto_class(auto_class)
 

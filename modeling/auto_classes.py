@@ -108,8 +108,8 @@ def register_models() -> None:
 def put_into_transformers(name: str, model: type) -> None:
     """Makes a class an attribute of transformers: `transformers serve` takes a model's class from
     there, by its name, and from no Auto class."""
-    # transformers imports itself a second time, so the command may hold a module that sys.modules
-    # has no more.
+    # transformers imports itself a second time, so the command may hold another module than
+    # sys.modules has.
     command = sys.modules.get("transformers.cli.serving.model_manager")
     for place in (sys.modules["transformers"], getattr(command, "transformers", None)):
         if place is not None and not hasattr(place, name):
@@ -136,7 +136,7 @@ def write_loader(config: Any, folder: str) -> None:
 
 
 def import_with_transformers(module: str, what: str) -> ModuleType:
-    """`module` of this package, which imports transformers; an error says that `what` needs it."""
+    """Imports `module` of this package; without transformers an error says that `what` needs it."""
     try:
         return importlib.import_module(f"{PACKAGE}.{module}")
     except ImportError as error:

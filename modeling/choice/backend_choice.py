@@ -2,8 +2,8 @@
 
 The decision follows from the call's sizes and a table of measured costs (cost_tables.py).
 
-torch.nn's forward runs only where it keeps all that our modules promise. Our kernels stay: under
-autocast, torch.func's transforms, forward-mode derivatives, torch.compile, torch.export and
+torch.nn's forward runs only where it keeps all that our modules promise. Our kernels always run:
+under autocast, torch.func's transforms, forward-mode derivatives, torch.compile, torch.export and
 torch.jit.trace; for inputs of a tensor subclass without a __torch_function__ of its own (overrides.py),
 parametrized or replaced weights and states of another dtype; on a GPU also in a CUDA graph, under
 torch.use_deterministic_algorithms (cuDNN's gradients may differ between runs), where
@@ -265,7 +265,7 @@ def _obstacle_on_gpu(module: Any, kind: int, weight: Tensor) -> str | None:
         return "a CUDA graph is captured"
     if "FLASHCELL_CUDA_ENGINE" in os.environ:
         return "FLASHCELL_CUDA_ENGINE is set"
-    # Of bf16, torch.nn flattens no weights, so their copy is a part of its measured times.
+    # torch.nn flattens no bf16 weights, so its measured times include the copy of the weights.
     if kind < CELLS and weight.dtype != torch.bfloat16 and not weights_are_flat(module):
         return "cuDNN would copy the weights, which are not in one storage"
     return None

@@ -13,7 +13,7 @@ has the same format:
       "margin": 1.1, "torch": {"cudnn inference bf16": {"call": 60.0, "step": 9.1}},
       "kernel": {"grid inference bf16": {"call": 90.0, "step": 2.3}}, "source": "..."}]}
 
-`name` is a part of the device's name, of a CPU its maker. `units` are a GPU's multiprocessors or a
+`name` is a part of a GPU's name, or the maker of a CPU. `units` are a GPU's multiprocessors or a
 CPU's threads, `capability` a GPU's compute capability times 10 or the bits of a CPU's vectors. Our
 kernels run where torch.nn's time is predicted to be at least `margin` times theirs; the fit chooses
 the margin by calls that it has not seen.

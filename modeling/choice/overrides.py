@@ -1,7 +1,7 @@
 """Finds the inputs, states and weights with a __torch_function__ of their own.
 
-It may know torch's functions only, so torch.nn's own forward runs for them. Of a subclass without one our
-kernels return that subclass."""
+Such a method may know torch's functions only, so torch.nn's own forward runs. For a subclass
+without the method our kernels run, and return that subclass."""
 
 from typing import Any
 

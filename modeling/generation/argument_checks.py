@@ -54,8 +54,8 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def chosen_config(model: Any, given: dict[str, Any], rest: dict[str, Any]) -> Any:
-    """Returns the configuration that `generate` takes: keywords count before the one given, and
-    that before the model's own."""
+    """Returns the configuration that `generate` uses: keywords count before the generation_config
+    that was given, and this before the model's own."""
     config = copy.copy(model.generation_config)
     for name, value in vars(given.get("generation_config") or config).items():
         if value is not None:

@@ -10,9 +10,9 @@
                    kernel call; "linear_step", its linear layers are fused; "modules", each module
                    is called
 
-Each returns a Decision with the reason against the faster path, and runs nothing. mixer.py, engine.py
-and layers/decode_linear.py do what is decided here; `model.decoder.explain()` prints it all. Only
-while a step is recorded can it show that it cannot be (`Refused` in engine.py): then it is "plain".
+Each returns a Decision with the reason against the faster path, and runs nothing. mixin.py,
+engine.py and layers/decode_linear.py do what is decided here; `model.decoder.explain()` prints it
+all. If recording a step fails (`Refused` in captured_step.py), the token is "plain".
 """
 
 import functools
@@ -48,7 +48,7 @@ from .known_code import (
 )
 
 ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
-TRIED = 32  # tokens of a call that is recorded; a text is longer
+TRIED = 32  # most tokens of a recorded call; a call with more reads a text
 
 
 class Decision(NamedTuple):

@@ -109,7 +109,7 @@ class Fingerprint:
         self._attributes[0]["decoder"] = Whatever()  # the decoder holds this fingerprint
         self._copies = [_copy(t) for t in self._filled]
         self._listed = [_copy(t) for t in self._lists]
-        # two of one value are equal, the others neither equal nor unequal
+        # A replaced tensor of one element may equal the old one; comparing larger ones raises.
         single = {id(w) for w in self._tensors if w.numel() == 1}
         self._single = [
             (d[t], n) for d in dicts for t in TABLES for n in d[t] if id(d[t][n]) in single
@@ -117,7 +117,7 @@ class Fingerprint:
         self._single_ids = [id(table[name]) for table, name in self._single]
         self._places, self._layouts = list(map(data_ptr, self._tensors)), Layouts(self._tensors)
         self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
-        # Again, of what the versions stand for: another thread may have changed it meanwhile.
+        # Asked again: another thread may have changed the model before the versions were read.
         about = model, modules, self._tensors, self._names, device
         self.refusal = self.refusal or why_not_recorded(*about)
         self.alone = runs_alone(model)

@@ -1,5 +1,5 @@
-"""Checks that a model runs only known code: a step with code of unknown origin is not recorded, and a
-kernel takes the place of a module only if that is no more than its weights."""
+"""Checks that a model runs only known code. A step with code of unknown origin is not recorded, and
+a kernel replaces a module only if the module is no more than its weights."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence

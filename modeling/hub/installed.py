@@ -103,7 +103,7 @@ def _folders(package: str) -> Iterator[Path]:
     """Yields the folders of a top-level package, which is not imported."""
     try:
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # something else calls itself so
+    except (ImportError, ValueError):  # another module has this name
         return
     for folder in (spec and spec.submodule_search_locations) or ():
         yield Path(folder)

@@ -81,7 +81,7 @@ class _Package(MetaPathFinder, SourceLoader):  # type: ignore[misc]
     def exec_module(self, module: ModuleType) -> None:
         path = self.get_filename(module.__name__)
         lines = (self.get_source(module.__name__) or "").splitlines(keepends=True)
-        # Whoever reads the source (tracebacks, inspect) reads this one: no time, so never the disk.
+        # For tracebacks and inspect. An entry without a time is never compared with the disk.
         linecache.cache[path] = len(self.content[path]), None, lines, path
         super().exec_module(module)
 

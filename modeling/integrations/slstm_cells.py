@@ -68,7 +68,7 @@ class RunsOnKernel:
 class XlstmCell(RunsOnKernel):
     """sLSTMCell of xlstm, whose backend is "vanilla" or "cuda", and whose function "slstm" or "lstm".
 
-    The "cuda" backend computes in the configuration's dtype, which is bfloat16 if not given, as ever.
+    The "cuda" backend computes in the configuration's dtype, by default bfloat16, as in xlstm.
     """
 
     def forward(self: Any, input: torch.Tensor, state: Any = None, lengths: Any = None) -> Any:

@@ -76,10 +76,9 @@ def changed_method(module: Any, package: str, names: tuple[str, ...]) -> str | N
 class _TorchrlModule:
     """TorchRL's LSTMModule and GRUModule, whose is_init marks the first step of a trajectory.
 
-    A trajectory begins with the states stored at that step, and the states that it ends in stand at its
-    last step, zeros at the others: as TorchRL has it with each recurrent_backend. What is
-    overridden is the method that gets a row with its marks, which TorchRL calls where
-    recurrent_backend reads "triton".
+    A trajectory begins with the states stored at its first step. The result has its final states at
+    its last step, and zeros at the other steps, as with each recurrent_backend of TorchRL. The
+    overridden method gets rows with their marks; TorchRL calls it for recurrent_backend "triton".
     """
 
     kernel_backend: str
@@ -131,8 +130,8 @@ class TorchrlGRU(_TorchrlModule):
 class RecurrentPolicy:
     """sb3-contrib's recurrent policies, whose episode_starts empties the state before a step.
 
-    They run the LSTM once a step where an episode starts within a sequence, for all sequences of the
-    batch. Calls of one step, and those without a start, are theirs as ever."""
+    If an episode starts within a sequence, they run the LSTM once a step, for all sequences of the
+    batch. Calls of one step, and calls in which no episode starts, run their own code."""
 
     kernel_backend: str
 

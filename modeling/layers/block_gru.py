@@ -144,9 +144,9 @@ class BlockGRUCell(nn.Module):
 
     x [..., input_size], h [..., hidden_size] -> h' [..., hidden_size]. x is what the model has made of
     the action and the latent state. Norms go over the whole width, so that every unit of a step
-    waits for all others. As DreamerV3 of 2024 the defaults, with `dense` its `hidden`; as DreamerV3
-    of 2023 and DreamerV2 `blocks=1, dense=None, layers=0, norm="layer", norm_gates=True, eps=1e-3`
-    (and no bias).
+    waits for all others. The defaults are DreamerV3's of 2024, whose `hidden` is `dense` here. For
+    DreamerV3 of 2023 and DreamerV2: `blocks=1, dense=None, layers=0, norm="layer", norm_gates=True,
+    eps=1e-3` (and no bias).
 
     `dense` is the width of u, or None for no u. Weights are drawn from a truncated normal of
     variance 1 / fan-in, biases are 0.

@@ -1,10 +1,10 @@
 """`quantize_dynamic`: weights in int8 for recurrent modules on the CPU, by torch's quantised modules.
 
-torch.ao.quantization finds modules by their exact class. So its own quantize_dynamic leaves flashcell's
-in float without a word, unless it is given their classes ({flashcell.LSTM}), which this file adds to
-its table. torch's quantised LSTM, GRU and cells hold weights in int8 and states in float, and round the
-input and h to 7 bits before each product. They are faster than our kernels with fp32 weights where
-reading these takes most of the time: from 512 units on (NOTEBOOK.md has the measurements).
+torch.ao.quantization finds modules by their exact class. So torch's own quantize_dynamic silently
+leaves flashcell's modules in float, unless it is given their classes ({flashcell.LSTM}), which this
+file adds to torch's table. torch's quantised LSTM, GRU and cells hold weights in int8 and states in
+float, and round the input and h to 7 bits before each product. They are faster than our kernels
+with fp32 weights where reading the weights takes most of the time: from 512 units on (NOTEBOOK.md).
 """
 
 import copy
@@ -49,7 +49,7 @@ class Converter:
             raise ValueError(f"{module} cannot be quantised: {reason}")
         names = (*SIZES, *(SEQUENCE if isinstance(module, RNNBase) else ()))
         names += ("nonlinearity",) if isinstance(module, nn.RNNCell) else ()
-        # torch's quantised modules have biases always: zeros are none.
+        # torch's quantised modules always have biases: a module without gets zeros.
         twin = self.own(**{name: getattr(module, name) for name in names})
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
@@ -124,7 +124,7 @@ def quantize_dynamic(
     for name, module in model.named_modules():
         if isinstance(module, (RNNBase, RNNCellBase)) and (reason := obstacle(module)):
             left[name] = reason
-            module.qconfig = None  # of torch's ways to leave a module out the one that counts most
+            module.qconfig = None  # torch leaves such a module out, whatever qconfig_spec says
     result = torch_quantize(model, qconfig_spec, dtype, table, inplace=True)
     if left:
         names = "; ".join(f"{name} ({reason})" for name, reason in left.items())

@@ -64,8 +64,8 @@ def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
     isinstance, pickles and copies. So are parametrized modules. Code that compares classes, such as
     `type(module) is nn.LSTM` in an initialisation, finds none of them: run it before.
 
-    Returns a report and logs it in one line. What stays as it is, stands in `report.skipped` with the
-    reason: a class with a forward of its own (whether that calls torch.nn's cannot be told; with
+    Returns a report and logs it in one line. `report.skipped` says which modules stay as they are,
+    and why: a class with a forward of its own (which may or may not call torch.nn's; with
     flashcell.LSTM as its base, super().forward is flashcell's), a forward set on the object
     (accelerate's hooks, kernels.kernelize: replace first, hook later), TorchScript, quantised
     modules, flashcell's own, and modules on a device that has no kernel here, where torch.nn's
@@ -106,8 +106,8 @@ def restore(model: nn.Module) -> list[str]:
     """Undoes `replace`, `drop_in` and `accelerate` in `model`, and returns the names of the modules it
     changed.
 
-    They are torch.nn's again, or their own class's, with their Parameters as they are now. What was
-    made as flashcell.LSTM(...) stays. Raises ValueError, before anything is changed, for a module
+    They get their old class back, and keep their Parameters with their present values. Modules made
+    as flashcell.LSTM(...) stay. Raises ValueError, before anything is changed, for a module
     whose forward was set on the object after it was replaced: that goes on calling flashcell's.
     """
     check_module(model)
@@ -137,7 +137,7 @@ class drop_in:
         def build(): ...
 
     That holds for torch.nn.LSTM by whatever name it was imported, for subclasses as `replace` takes
-    them, and for what a called library makes; isinstance(module, torch.nn.LSTM) is true as ever. It
+    them, and for what a called library makes; isinstance(module, torch.nn.LSTM) stays true. It
     holds in this thread or asyncio task alone: a thread or process that is started inside makes
     torch.nn's. The innermost of several counts. `report` (a `ReplaceReport` with numbers for names)
     grows as modules are made and is logged in one line at the end. `restore` undoes it. `backend` and

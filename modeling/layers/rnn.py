@@ -77,8 +77,8 @@ class _StandIn(nn.Module):
         forward.
 
         None means that "auto" found no kernel for the device and dtype, or that the input or the weights
-        have a __torch_function__ of their own, which may know torch's functions only; of states `choose`
-        says so."""
+        have a __torch_function__ of their own, which may know torch's functions only. `choose` also
+        looks at the states."""
         data = input.data if isinstance(input, PackedSequence) else input
         auto = self.kernel_backend == "auto"
         if auto and not torch.compiler.is_compiling() and overrides_torch(self, data):
@@ -118,8 +118,8 @@ class _Sequence(_StandIn, RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
-        # Where torch.compile has left the module out of its graph it would compile parts of this call,
-        # as it never does with torch.nn's own: it is switched off meanwhile.
+        # If torch.compile leaves this module out of its graph, it would compile parts of this call,
+        # which it never does with torch.nn's modules. So it is switched off during the call.
         if not torch.compiler.is_compiling() and callable(frame_callback()):
             before = set_frame_callback(None)
             try:

@@ -1,4 +1,4 @@
-"""A linear layer with a weight of 8 or 4 bits, and when decoding reads it as it is."""
+"""A linear layer with a weight of 8 or 4 bits, and when a decoding step reads it directly."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ..kernels.tfla.int4 import GROUP, pack_int4, unpack_int4
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # Up to which linear_step is used on a GPU (NOTEBOOK.md, "Weights of 8 and 4 bits"): it reads a weight
-# once for 16 rows, where the module reads it, writes it in 16 bits, and reads that.
+# once for 16 rows. The module reads the weight, writes it in 16 bits, and reads it again.
 ROWS, ROWS_OF_INT4 = 64, 128
 INT4 = torch.uint8  # of weights of 4 bits, two in a byte
 INPUTS_OF_INT4 = 64  # those of a layer are a multiple: on a GPU two scales are read at once
@@ -164,8 +164,8 @@ def quantize(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a finite weight [N, K] in 4 bits, and the scales of its groups.
 
-    A scale is tried with each of FACTORS, once so that the group's largest value is reached by -8, once
-    by 7 or -7; the one with the least squared error, as a part of that value, stays."""
+    Two scales are tried with each of FACTORS: by one, -8 stands for the group's largest value, by
+    the other 7 or -7. The scale with the least squared error, relative to that value, is kept."""
     groups = weight.reshape(len(weight), weight.shape[1] // GROUP, GROUP)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best, kept = torch.zeros_like(groups), torch.ones_like(largest)  # a scale of 1 for zeros

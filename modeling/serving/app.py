@@ -27,9 +27,8 @@ from .text import Text
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page.html")
 SMALL = 4096  # bytes of a body that is checked on the event loop; larger ones in a thread
-# Bytes of a body whose text takes long, and how many of them may take threads from smaller ones.
-LARGE = 2**17
-LARGE_AT_ONCE = 2
+LARGE = 2**17  # bytes of a body that takes long to check
+LARGE_AT_ONCE = 2  # so many are checked at a time, so that threads are left for smaller ones
 SECURITY = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "

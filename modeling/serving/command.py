@@ -34,36 +34,34 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", type=count(0, 65535), default=8000, help="0 for any that is free")
     add("--allow-host", action="append", default=[], metavar="NAME",
         help="a name that clients may call this server by")  # fmt: skip
-    add("--name", help="of the model, for clients; the folder's without it")
+    add("--name", help="the model's name for clients; None: its folder's name")
     add("--api-key-file", type=Path, help="file with the key that clients must send")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch's name")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    add("--threads", type=count(1), help="of torch on a CPU; its own choice without it")
+    add("--threads", type=count(1), help="threads of torch on a CPU; None: torch's choice")
     add("--slots", type=count(1), default=32, help="sequences decoded together")
-    add("--prefill-rows", type=count(1), help="prompts read together; by the device without it")
-    add("--prefill-chunk", type=count(2), help="tokens of each in one call; by the device")
+    add("--prefill-rows", type=count(1), help="prompts read together; None: 16 on CUDA, else 8")
+    add("--prefill-chunk", type=count(2), help="tokens of each in a call; None: 256 on CUDA or 64")
     add("--interval-ms", type=number(0), default=25.0,
-        help="tokens of running streams are sent at most so often, several at a time")  # fmt: skip
+        help="milliseconds between two sendings of a stream's tokens, at least")  # fmt: skip
     add("--queue", type=count(0), default=1024, help="choices that may wait; more get status 429")
     add("--max-prompt-tokens", type=count(1), default=32_768)
     add("--max-new-tokens", type=count(1), default=4096)
     add("--max-body-bytes", type=count(1), default=4 * MIB)
     add("--max-connections", type=count(1), default=2048)
-    add(
-        "--body-seconds", type=number(0.001), default=30.0, help="for the body of a request to come"
-    )
-    add("--head-seconds", type=number(0.001), default=25.0, help="for its head")
+    add("--body-seconds", type=number(0.001), default=30.0, help="for a request's body to arrive")
+    add("--head-seconds", type=number(0.001), default=25.0, help="for a request's head to arrive")
     add("--stalled-seconds", type=number(0.001), default=120.0,
-        help="after which a client that reads nothing is given up")  # fmt: skip
+        help="without reading, after which a client is given up")  # fmt: skip
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer without one")
-    add("--state-device-mib", type=count(0), default=1024, help="for states on a GPU")
-    add("--state-host-mib", type=count(0), default=1024, help="for states in host memory")
+    add("--state-device-mib", type=count(0), default=1024, help="GPU memory for states")
+    add("--state-host-mib", type=count(0), default=1024, help="host memory for states")
     add("--state-folder", type=Path, help="keeps states on disk too, for the next start")
     add("--state-folder-mib", type=count(1), default=4096)
     add("--prefix-state", type=Path, action="append", default=[], metavar="FILE",
-        help="a file of save_state with its input_ids: prompts that begin so go on there")  # fmt: skip
+        help="a state saved with input_ids: prompts that begin with these start there")  # fmt: skip
     add("--shutdown-seconds", type=count(1),
-        help="what runs may take after SIGTERM; without it all of it finishes")  # fmt: skip
+        help="for running requests to finish after SIGTERM; None: no limit")  # fmt: skip
     return parser
 
 
@@ -75,7 +73,7 @@ def count(least: int, most: int | None = None) -> Any:
             raise argparse.ArgumentTypeError(f"it is {value}, but must be {limit}")
         return value
 
-    read.__name__ = "integer"  # argparse says so
+    read.__name__ = "integer"  # argparse shows this name in its errors
     return read
 
 
@@ -88,7 +86,7 @@ def number(least: float) -> Any:
             )
         return value
 
-    read.__name__ = "number"  # argparse says so
+    read.__name__ = "number"  # as above
     return read
 
 

@@ -47,7 +47,7 @@ class Connection(HttpToolsProtocol):
         for timer in (self._head, self._stalled, self._look):
             if timer is not None:
                 timer.cancel()
-        for cycle in self._earlier:  # of the last request uvicorn says so itself
+        for cycle in self._earlier:  # uvicorn does this for the last request
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -60,7 +60,7 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head is None:
                 self._watch_head()
-            if self._head_bytes > self.HEAD_BYTES + 2**18:  # what is read at once may be a body too
+            if self._head_bytes > self.HEAD_BYTES + 2**18:  # a single read may hold a body too
                 self._refuse_head()
                 return
         super().data_received(data)

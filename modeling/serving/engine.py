@@ -37,8 +37,8 @@ class Choice:
         self.cached_tokens = 0 if state is None else int(state.get_seq_length())
         self.answer: Answer | None = None
         self.wants_logprobs = request.logprobs is not None
-        # tokens that have come, or pairs with their Logprobs: those that the Batcher's thread keeps
-        # for a moment, and those that the loop has
+        # New tokens, or pairs with their Logprobs: in `came` until the Batcher's thread hands them
+        # to the loop, then in `fresh`.
         self.came: list[Any] = []
         self.fresh: list[Any] = []
         self.tokens: list[int] = []
@@ -123,10 +123,10 @@ class Engine:
         self._wake, self._stopping = threading.Event(), False
         self._running: dict[int, Choice] = {}  # of the thread: by the Batcher's index
         self._indices: dict[Choice, int] = {}
-        self._live: set[Choice] = set()  # those whose tokens go out as they come
-        self._unbegun: set[Choice] = set()  # those of them that have none yet
+        self._live: set[Choice] = set()  # running choices whose tokens are sent as they come
+        self._unbegun: set[Choice] = set()  # those of _live that have no token yet
         self._ended: list[tuple[Choice, Completion]] = []
-        self._sent = self._written = 0.0  # when tokens last went to the loop, and how long it took
+        self._sent = self._written = 0.0  # when the loop last got tokens, and how long it wrote
         self._writing = False
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 

@@ -1,4 +1,4 @@
-"""From what a client asked to the Batcher's requests: one for each choice of each prompt."""
+"""Makes the Batcher's requests from what a client asked: one for each choice of each prompt."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
-"""The ring of an mLSTM layer in a recorded step: the last tokens of each row, which its state C does
-not hold yet (tfla's replay.py). C is written once in 16 tokens then, and tokens are taken back without
-copies. A recording keeps it beside its buffers; states that leave the buffers are whole.
+"""The ring of an mLSTM layer in a recorded step: the last tokens of each row, which its state C
+does not hold yet (tfla's replay.py). So C is written once in 16 tokens, and tokens are taken back
+without copies. A recording keeps the ring beside its buffers; states that leave the buffers are
+whole.
 """
 
 import sys

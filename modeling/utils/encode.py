@@ -1,4 +1,4 @@
-"""Tokens of chats: a turn's text begins with the text of the turns before, whose tokens are known.
+"""Tokenizes chats: the text of a turn begins with that of the turns before, whose tokens are known.
 
 Between a line break and a character that is no white space most tokenizers cut every text, whatever
 stands around it. Where they do, the tokens up to there stay the same whatever follows, and only the

@@ -1,10 +1,10 @@
 """Lists the build variants that the `kernels` package asks for, and which of them are there.
 
-`kernels` calls a kernel compliant on a system, say CUDA on x86_64-linux, if a variant is there for every
-version of torch and of CUDA in its documentation's list of build variants. A variant on torch's
-stable ABI stands for all versions of torch from its own on: so does kernel-builder, which builds one
-for each version of CUDA. Where that is missing, `kernels` loads the variant of an earlier minor version
-of the same CUDA, if there is one.
+`kernels` calls a kernel compliant on a system, say CUDA on x86_64-linux, if a variant is there for
+every version of torch and of CUDA in its documentation's list of build variants. A variant on
+torch's stable ABI counts for its own version of torch and all later ones; kernel-builder, too,
+builds only one for each version of CUDA. Where that is missing, `kernels` loads the variant of an
+earlier minor version of the same CUDA, if there is one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ except ImportError:  # Python 3.10 has no tomllib; pytest installs tomli
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch -> what is asked for with it. Up to 2.13 the list of build variants in the documentation of
-# `kernels` (2.10 has left it since), 2.14 the newest in kernel-builder's table of versions.
+# torch -> what is asked for with it: up to 2.13 by lists of build variants in the documentation of
+# `kernels`, 2.14 by kernel-builder's table of versions.
 ASKED = {
     "2.10": "cpu metal cu126 cu128 cu130 rocm70 rocm71 xpu20253",
     "2.11": "cpu metal cu126 cu128 cu130 rocm71 rocm72 xpu20253",

@@ -1,8 +1,9 @@
 """Carries out the steps of a release, each once: a run that was killed goes on where it was cut.
 
-What is done is in one file, which is written whole or not at all. A step that was cut begins anew, so
-every step must bear to be begun twice. A step counts as done only for the content that it was done
-for, and while what it made is there; when one is taken again, so are all that need it.
+One file records what is done; it is written whole or not at all. A step that was cut short begins
+anew, so every step must allow to be started twice. A step counts as done only for the content that
+it was done for, and while the files that it made exist; when a step is repeated, so are all steps
+that need it.
 """
 
 from __future__ import annotations

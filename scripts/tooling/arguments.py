@@ -64,7 +64,7 @@ def whole(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"it is {text}, but must be at least {least}")
         return value
 
-    read.__name__ = "whole number"  # argparse says so of what int() refuses
+    read.__name__ = "whole number"  # argparse shows this name if int() refuses
     return read
 
 

@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token always")
     add("--seed", type=int, default=0)
-    # One sequence of a small model: a second thread halves nothing (790 tokens/s with one), and on a
+    # One sequence of a small model: a second thread gains nothing (790 tokens/s with one), and on a
     # busy machine the two wait for each other (17 tokens/s).
     add("--threads", type=int, default=1, help="for generation; larger models want more")
     environment.add_arguments(parser)

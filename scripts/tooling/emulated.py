@@ -41,9 +41,9 @@ TORCH_REQUIRES = ["filelock", "typing-extensions", "sympy", "networkx", "jinja2"
 WHEELS = ["huggingface_hub", "kernels", "numpy", "pytest", "pytest-xdist", "transformers"]
 # Instruction set of the kernels -> a CPU of qemu that chooses it. torch itself needs armv8.2-a.
 CPUS = {"baseline": "neoverse-n1", "neon_bf16": "max,pauth-impdef=on,sve=off"}
-# Files for what is no CPU, or that need a compiler there, as tests of inductor do; torch's checks of
-# the Python side, which take ten seconds a test there; and a test that counts page faults, of which
-# qemu has its own.
+# Left out are tests of GPUs, tests that need a compiler on the emulated machine (inductor's do),
+# torch's checks of the Python side, which take ten seconds a test there, and a test that counts
+# page faults, because qemu causes some itself.
 LEFT_OUT = ("*cuda.py", "*emulated.py", "test_add_a_cell.py")
 LEFT_OUT_TESTS = ("opcheck", "by_inductor", "scratch_stays")
 KERNELS = {"": "fused-rnn", "DIAGONAL_": "diagonal-rnn", "TFLA_": "tfla"}

@@ -45,7 +45,7 @@ def cover(rows: list[Values], strength: int) -> set[int]:
     that occurs in all of them: each in turn the one that adds the most."""
     wanted = [set(combinations(sorted(row.items()), min(strength, len(row)))) for row in rows]
     missing, kept = set[tuple]().union(*wanted), set[int]()
-    # Among equals, the one whose values were taken least: they change places then.
+    # Among equals, the one whose values were taken least often, so that all values get their turn.
     taken: dict[tuple, int] = defaultdict(int)
     while missing:
         best = max(

@@ -77,8 +77,8 @@ def finished(
 ) -> dict[str, tuple[Kernel, list[Variant]]]:
     """Returns the finished variants of every kernel of this tree, in `builds`/<kernel>/build.
 
-    One for another machine, or whose name has not `needed`, and which is of other sources, is left
-    out and named."""
+    An unfit variant, such as one of other sources, is an error if it is for `machine` and has
+    `needed` in its name; otherwise it is left out, and a line says so."""
     found = {}
     for file in sorted((ROOT / "kernel_builds").glob("*/build.toml")):
         kernel, variants = read_kernel(file.parent), []

@@ -16,7 +16,7 @@ def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
     """Raises if a tensor's memory was freed by storage().resize_(0), because a read would end the
     process.
 
-    The last of `names` may be that of several, as state.
+    The last of `names` may stand for several values, such as the states.
     """
     if torch.compiler.is_compiling():
         return

@@ -43,8 +43,8 @@ def _look_for_gradients(*inputs: Any) -> bool:
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
-# Without it, the op that an autograd.Function calls goes through torch.library's own, which records
-# nothing there.
+# Without it, the op that an autograd.Function calls also goes through torch.library's autograd,
+# which records nothing there.
 BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or nullcontext
 # Without it, each call asks once more whether a transform of torch.func is active.
 _Function: Any = find("torch.autograd.function._SingleLevelFunction", LONGER)

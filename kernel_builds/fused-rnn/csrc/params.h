@@ -12,15 +12,15 @@ struct SequenceParams {
   const uint8_t* reset;       // [B, T] or null: states become 0 before the step
   const uint8_t* hold;        // [B, T] or null: the step leaves the states unchanged
   const void* weight;         // [G, N, D, D] io: gate, head, unit it computes, unit it reads
-  // CUDA: the heads that run, of those that the tensors have; run() (cuda/call.h) makes 0 heads all
-  // of them. The step and batch engines run all heads.
+  // CUDA: the heads that run, of those that the tensors have. 0 heads means all: run()
+  // (cuda/call.h) replaces it. The step and batch engines always run all of them.
   int64_t first_head, heads;
   double bound;  // on the state that a step adds up (cells/bound.h); 0 for none. On CUDA the step
                  // engine alone has it
 };
 
-// CUDA: the input of a layer of one head and whole sequences, and its weight, of which the batch
-// engine computes x itself.
+// CUDA: the input of a layer of one head and whole sequences, and its weight, from which the batch
+// engine computes x.
 struct LayerInput {
   int64_t I;            // its width, or 0 if x is given
   const void* data;     // [B, T, I] io, strided; the last stride is 1

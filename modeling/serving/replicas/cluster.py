@@ -38,19 +38,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--ray", action="store_true",
         help="runs replicas of the model in Ray Serve; the limits above are each replica's")  # fmt: skip
     add("--ray-address", metavar="ADDRESS",
-        help="of a Ray cluster to join, or auto; without it Ray runs on this machine alone")  # fmt: skip
-    add("--replicas", type=count(1), help="always so many; 1 without these three")
-    add("--min-replicas", type=count(1), help="as many at least, more under load")
-    add("--max-replicas", type=count(1), help="and as many at most")
+        help="of a Ray cluster to join, or auto; None: a Ray on this machine alone")  # fmt: skip
+    add("--replicas", type=count(1), help="a fixed number; 1 if none of these three is given")
+    add("--min-replicas", type=count(1), help="the least number; there are more under load")
+    add("--max-replicas", type=count(1), help="the largest number")
     add("--replica-requests", type=count(1),
-        help="that run or wait for each replica: with more there will be more replicas, with less "
-        "fewer; as --slots without it")  # fmt: skip
-    add("--upscale-seconds", type=number(0), default=10.0, help="of load until there are more")
+        help="that run or wait for each replica: above this number replicas are added, below it "
+        "they are removed; None: --slots")  # fmt: skip
+    add("--upscale-seconds", type=number(0), default=10.0, help="of load before replicas are added")
     add(
         "--downscale-seconds",
         type=number(0),
         default=300.0,
-        help="of idleness until there are fewer",
+        help="of less load before replicas are removed",
     )
     add("--replica-gpus", type=number(0), help="GPUs of a replica, or a part of one; 1 with cuda")
 

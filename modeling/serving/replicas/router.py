@@ -21,19 +21,19 @@ from .beginnings import Beginning
 
 KNOWN = 2**17  # beginnings that are remembered, about 200 bytes each
 PROMISE_SECONDS = 1.0  # in which a request is sent to the replica chosen for it, or never
-LEAST_SHARE = 0.5  # of a prompt: less is read again sooner than it is waited for
+LEAST_SHARE = 0.5  # of a prompt: reading less than this again is faster than waiting
 
 
 class PrefixRouter(RequestRouter):
     """Sends a prompt where most of its beginning was read, or to the replica with least to do."""
 
     def initialize_state(self, **options: Any) -> None:
-        """Takes `slots`, the sequences that a replica decodes together: with as many requests it
-        is full, and others get what it has read."""
+        """Takes `slots`, the sequences that a replica decodes together. With so many requests it is
+        full: a request whose prompt it has read goes to another replica."""
         self.slots: int = options["slots"]
         self.places: OrderedDict[bytes, set[ReplicaID]] = OrderedDict()  # the newest last
         self.unfinished = Counter[ReplicaID]()  # requests that were sent
-        self.promised: dict[ReplicaID, deque[float]] = {}  # when requests not yet sent got theirs
+        self.promised: dict[ReplicaID, deque[float]] = {}  # when requests not yet sent chose it
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica],

@@ -4,8 +4,8 @@
 The same model runs the same `generate` with backend "cpu" and with backend "reference", alternating
 in one run on the same threads. Nothing is timed unless both choose the same tokens. A ratio is the
 reference's time over the kernel's: the median over neighbouring pairs. With weights of 8 bits, the
-time beside the kernel's is that of the kernel with fp32, and the same ratio of one row is required to
-be REQUIRED_OF_WEIGHTS.
+kernels with fp32 weights take the place of the reference, and the ratio with one row must be at
+least REQUIRED_OF_WEIGHTS.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from flashcell import QuantizationConfig, load_kernel
 from measurement.record import KERNELS, Row, append, provenance
 
 PROMPT = 16
-TOKENS = 256  # a sample, of which the prompt and what generate prepares (30 ms) are little
+TOKENS = 256  # of a sample; the prompt and generate's preparations (30 ms) take little beside them
 SAMPLES = 9
 REQUIRED, REQUIRED_OF_WEIGHTS = 5.0, 1.4
 BATCHES = (1, 8)

@@ -96,13 +96,14 @@ def solve(
                  whichever is here; "sequential" is the plain loop, differentiable any number of times.
                  Fully fused cells are flash_gru and flash_lstm
 
-    Returns (h [B, T, *S] in the dtype of the first floating x, last [B, *S] in the state's dtype), and
-    with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it, so
-    they are right; from there the cell is run step by step: what is returned satisfies the recurrence
-    to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is
-    recorded; there are no second ones. In forward mode "auto" is the plain loop. The host waits for the device once an iteration, and
-    torch.compile breaks its graph here. Wrong arguments raise TypeError or ValueError naming the
-    argument, what it was and what it must be.
+    Returns (h [B, T, *S] in the dtype of the first floating x, last [B, *S] in the state's dtype),
+    and with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it,
+    so they are right; from there the cell is run step by step: what is returned satisfies the
+    recurrence to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no
+    iteration is recorded; there are no second derivatives. In forward mode "auto" is the plain
+    loop. The host waits for the device once an iteration, and torch.compile breaks its graph here.
+    Wrong arguments raise TypeError or ValueError naming the argument, what it was and what it must
+    be.
     """
     if isinstance(mode, str) and mode == "fused":
         raise ValueError(

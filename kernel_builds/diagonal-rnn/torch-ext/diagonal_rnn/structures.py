@@ -121,9 +121,10 @@ def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     """Returns the structure named `wanted`, or for "auto" the narrowest that fits; ValueError if
     none does.
 
-    jacobian(structure, h, xs) gives the Jacobians and the pull at rows h [N, *S], xs. At up to 256 of
-    the rows one unit vector each (zeros outside the structure must be zeros exactly) and one vector of
-    signs (every entry counts, to half the digits) are pulled both ways.
+    jacobian(structure, h, xs) gives the Jacobians and the pull at rows h [N, *S], xs. At up to 256
+    of the rows both are applied to two vectors and must agree: to a unit vector, whose result must
+    be exactly 0 outside the structure, and to a vector of signs, which tests all entries to half
+    the digits.
     """
     m = h[0].numel()
     count = min(PROBES, max(16, m))

@@ -28,7 +28,7 @@ struct Backward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
   const Plan plan;
-  const bool multiplies;  // whether any step has a recurrent product: none has one that is cut
+  const bool multiplies;  // whether any step has a recurrent product: never where `cut`
   // [N][panels], stored in parts (common/cpu/microkernel.h); the depth is (gate, to).
   Scratch<E> weights;
   Scratch<E> operands;  // [2][S][N][G][gate_depth]

@@ -26,7 +26,7 @@ struct Forward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const bool begins_with_zeros;  // no recurrent product in the first step
   const bool multiplies;         // whether any step has one
-  const bool packed;             // whether the weights are, as they are read often enough
+  const bool packed;             // whether the weights are packed: they are read often enough
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
   Scratch<E> weights;   // [N][panels], stored in parts (common/cpu/microkernel.h)
@@ -53,7 +53,7 @@ struct Forward {
   const E* panel_weights(int64_t head, int64_t panel) const {
     return weights + (head * panels + panel) * depth * kStride;
   }
-  // Of one gate, the last panel has fewer vectors; of several gates every panel has one of each.
+  // With one gate the last panel may have fewer vectors; with several, a panel has all gates.
   int vectors_of(int64_t panel) const {
     const int64_t left = (p.D - panel * kPanelUnits + V::kWidth - 1) / V::kWidth;
     return kGates == 1 && left < kVectors ? int(left) : kVectors;
@@ -193,7 +193,7 @@ struct Forward {
       for (int g = 0; g < kGates; ++g, in += p.x_gate, ahead += p.x_gate) {
         x[g] = load_part<Whole>(in, n) + bias[g];
         __builtin_prefetch(ahead);
-        __builtin_prefetch(in + p.x_time);  // the next step: none fetches ahead the first kAhead
+        __builtin_prefetch(in + p.x_time);  // next step: `ahead` skips its first kAhead rows
         r[g] = load(product + g * V::kWidth);
       }
       if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];

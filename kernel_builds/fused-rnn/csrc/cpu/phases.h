@@ -1,6 +1,6 @@
 // Phases of one parallel region. Free threads take the tasks of a phase, and none goes on before
-// all tasks are done. It waits for tasks, not for threads: others take the tasks of a thread that
-// comes late or never, so nothing hangs where threads run one after the other.
+// all tasks are done. A thread waits for tasks, not for other threads: these take the tasks of a
+// thread that comes late or never, so nothing hangs where threads run one after the other.
 #pragma once
 #include <sched.h>
 

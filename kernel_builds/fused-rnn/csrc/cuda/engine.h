@@ -27,13 +27,13 @@ constexpr bool has_tf32(const Device& device) { return !device.code.is_turing();
 // The same for products of cuBLAS, whose code is not this library's.
 constexpr bool has_blas_tf32(const Device& device) { return device.arch >= 80; }
 
-// The row of a cell of 4, 3 gates or 1 in a table of costs.
+// The row of a cell of 4, 3 or 1 gates in a table of costs.
 constexpr int cost_row(int gates) { return gates == 4 ? 0 : gates == 3 ? 1 : 2; }
 
 struct CellSizes {  // the sizes of a cell that the planner reads
   int gates, states, bias_rows, saved;
   bool splits_gradient;  // dr differs from dx
-  bool reads_h;          // the step before's, apart from the product
+  bool reads_h;          // a step reads h of the step before, apart from the product
 };
 template <typename Cell>
 constexpr CellSizes kSizesOf = {Cell::kGates, Cell::kStates,    Cell::kBias,

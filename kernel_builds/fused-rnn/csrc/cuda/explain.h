@@ -58,9 +58,9 @@ class Explanation {
   const Engine engine_;
   const Engine backward_;  // what runs the backward pass
   const Engine other_;     // what would run the forward pass without the batch engine
-  const Engine stepwise_;  // and without the wide engine
-  const Engine own_;       // and without the gemm engine
-  const Engine matrix_;    // and without the fma engine
+  const Engine stepwise_;  // the same without the batch and wide engines
+  const Engine own_;       // ... without the batch, wide and gemm engines
+  const Engine matrix_;    // ... without the batch, wide, gemm and fma engines
   std::string text_;
 
   static Problem with_input(Problem p, int64_t I, const CellSizes& cell, const Device& device) {

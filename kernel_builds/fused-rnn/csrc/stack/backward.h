@@ -110,7 +110,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   }
   Tensor last;
   if (!dlast.empty()) {
-    // Nothing writes a cell's h, which has no gradient besides dy, or h_p, which is no engine's.
+    // Zeros for states that no copy writes: a cell's h, whose only gradient is dy, and h_p, which
+    // the engines do not have.
     last = s.new_filled(x, {L * s.states()}, s.unrounded, s.is_cell || projects);
     s.bring_states(copies, last, dlast, s.is_cell);
   }

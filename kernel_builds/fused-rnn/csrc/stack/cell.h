@@ -58,7 +58,7 @@ inline void expect(const Tensor& tensor, const char* name, std::initializer_list
   if (tensor.scalar_type() != type) check_dtype(tensor, name, type);
 }
 
-// Checks the weights and returns them as a list; so do those below with states.
+// Checks the weights and returns them as a list. states_of_cell does the same with states.
 template <typename Cell>
 Tensors weights_of_cell(const Tensor& x, const Tensor& w_ih, const Tensor& w_hh,
                         const OptionalTensor& b_ih, const OptionalTensor& b_hh) {

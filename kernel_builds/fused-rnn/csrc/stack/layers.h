@@ -216,9 +216,8 @@ struct Layers {
   Shape state_shape(int64_t k) const {
     return is_cell ? Shape{B, D} : Shape{L * N, B, state_width(k)};
   }
-  // Adds copies between torch's states, K tensors [L N, B, D or O], and [L, K, B, N, P]. The
-  // engines have no projected states.
-  // `first` is 1 if `from` has no h.
+  // Adds copies from torch's states, K tensors [L N, B, D or O], to `packed` [L, K, B, N, P]. The
+  // engines have no projected states. `first` is 1 if `from` has no h.
   void bring_states(Copies& copies, Tensor& packed, const Tensors& from, int64_t first = 0) const {
     for (int64_t k = std::max<int64_t>(projects, first); k < K; ++k) {
       const Tensor& state = from[k - first];
@@ -228,14 +227,14 @@ struct Layers {
       copies.pad(P);
     }
   }
-  // From the state `first` on, as new_states has made them.
+  // Adds the copies back, to the states that new_states has made: from number `first` on.
   void return_states(Copies& copies, Tensors& to, const Tensor& packed, int64_t first = 0) const {
     for (int64_t k = std::max<int64_t>(projects, first); k < K; ++k) {
       copies.add(to[k], 0, {N * B * D, B * D, D, 1}, packed, k * B * N * P, {states(), P, N * P, 1},
                  {L, N, B, D});
     }
   }
-  // `first` is 1 if there is no h.
+  // Checks the states that a caller gives, and returns them. `first` is 1 if there is no h.
   Tensors check_states(const Tensors& given, const char* name, int64_t first = 0) const {
     STD_TORCH_CHECK(given.empty() || int64_t(given.size()) == K - first, name, " must be ",
                     K - first, " tensors or none, got ", given.size());
@@ -259,7 +258,7 @@ struct Layers {
     int64_t begin, layer, row;
   };
   BiasRows bias_rows() const { return {0, R * N * P, N * P}; }
-  // Adds the copies between torch's biases and those.
+  // Adds the copies from torch's biases to these rows of `bias`.
   void bring_bias(Copies& copies, Tensor& bias, BiasRows rows) const {
     const int64_t row = rows.row;
     for (int64_t i = 0; i < L * N; ++i) {

@@ -26,9 +26,10 @@ inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 // and 10.6; RNN of 650, B 16, 15 M: 32 and 12.5; LSTM of 1500, B 1, 22 M: 18 and 18.6.
 inline constexpr int64_t kUnalignedReads = 12'000'000, kUnalignedReadsOfOne = 25'000'000;
 
-// The limits for a call whose backward pass follows, for any number of sequences, and for the
-// gradients of its weights, for kMostSummed; not while a CUDA graph is recorded. In training the
-// GPU waits for the host, so that one launch less is worth more multiplications.
+// The limits in training, except while a CUDA graph is recorded: the GPU waits for the host, so one
+// launch less is worth more multiplications. The first two are for the forward pass, with any
+// number of sequences; kWeightProducts is for the gradients of the weights, of at most kMostSummed
+// sequences.
 inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedReads = 15'000'000;
 inline constexpr int64_t kWeightProducts = 300'000'000;
 
@@ -46,7 +47,7 @@ class OneStep {
   ScalarType io{};
   Dtype dtype{};
 
-  // Whether the call is one of these. Of a call that is none, Layers checks every argument.
+  // Whether this class can run the call. If not, Layers runs it, and checks every argument.
   bool fits(const Tensor& x, const Tensors& weights, const std::vector<int64_t>& batch_sizes,
             bool bias, bool projects, int64_t directions, bool by_batch, int64_t width,
             double dropout) {

@@ -1,8 +1,9 @@
 """Runs gradients for a batch of output gradients: is_grads_batched, jacobian(vectorize=True), and
 torch.vmap over torch.autograd.grad.
 
-torch runs an op that has no rule for batches once for each element, but not one that takes lists of
-tensors, as those of layers do. So all tensors pass as one vector through an op that takes no list.
+torch runs an op that has no rule for batches once for each element, but it cannot do so for an op
+that takes lists of tensors, as the ops for layers do. So all tensors pass as one vector through
+another op.
 """
 
 import itertools

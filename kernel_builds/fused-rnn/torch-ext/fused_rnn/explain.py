@@ -75,10 +75,10 @@ def explain_plan(
     """Explains how `cell` runs on x[batch, steps, G, heads, width]: engine, tiles, grid, memory,
     and why.
 
-    With ``input_width`` it is a layer of torch.nn in one direction, with one head, whose input of so
-    many units is multiplied too: by the engine, or before it (``fields["input"]``). Packed sequences
-    and layers in both directions are multiplied before it. ``dtype`` is torch's or its name;
-    ``arch`` an arch or a GPU's name; ``code`` the arch that the
+    With ``input_width`` the call is a layer of torch.nn in one direction, with one head, and
+    includes the product of its input of so many units. ``fields["input"]`` says whether the engine
+    computes this product; for packed sequences and layers in both directions it never does.
+    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name; ``code`` the arch that the
     library's kernels were compiled for, where it is not the GPU's own. Shows itself when printed.
     The planner is a part of the kernel's binary, of the CPU's too; no GPU is needed.
     """

@@ -31,17 +31,17 @@ Every sequence function takes, besides what its docstring says,
     backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
 
 and returns ``(h, state)``, or ``(h, state, states)``: h [B, T, N, D] in x's dtype and the K last
-states in fp32 (fp64 for fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as
-an operand of the recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
-their own, and can be differentiated once more (create_graph=True) unless grad_clip, clip_state
-or return_states is given. Derivatives in forward mode (torch.func.jvp, jacfwd, hessian) are the
-reference's, with a warning, where backend is "auto".
-Wrong arguments raise TypeError or ValueError naming the argument, what it was and what
-it must be; a backend that is not here raises RuntimeError. What only the values of lengths and
-cu_seqlens tell (their range and order), and the number of reset's marks, is checked on the CPU. On CUDA, where reading them would wait
-for the GPU, it is checked if FLASHCELL_CHECK=1 is set, and not in a compiled graph: without the check,
-lengths are clamped to 0..T, and what cu_seqlens gives is undefined, though nothing is read or written
-outside the tensors.
+states in fp32 (fp64 for fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only
+as an operand of the recurrent product. Weights in another dtype than x are cast inside, and their
+gradients have the weights' dtype. Gradients can be differentiated once more (create_graph=True)
+unless grad_clip, clip_state or return_states is given. Derivatives in forward mode (torch.func.jvp,
+jacfwd, hessian) are the reference's, with a warning, where backend is "auto".
+Wrong arguments raise TypeError or ValueError naming the argument, what it was and what it must be;
+a backend that is not here raises RuntimeError. What only the values of lengths and cu_seqlens tell
+(their range and order), and the number of reset's marks, is checked on the CPU. On CUDA, where
+reading them would wait for the GPU, it is checked if FLASHCELL_CHECK=1 is set, and not in a
+compiled graph: without the check, lengths are clamped to 0..T, and what cu_seqlens gives is
+undefined, though nothing is read or written outside the tensors.
 """
 
 from typing import Any, Tuple
@@ -135,10 +135,11 @@ def slstm(
         c' = e^(lf-m') c + e^(i-m') tanh(z)
         n' = e^(lf-m') n + e^(i-m')       h' = sigmoid(o) c' / n'
 
-    Gates i, f, z, o (pre-activations x + R h + b); states (h, c, n, m); bias 4 rows. A unit with
-    n = 0 is empty: the terms of its old state are 0. m carries no gradient, and the gradients of
-    c and n are taken at fixed m. clip_state must be None: c and n are relative to e^m, so that a
-    bound on them would be another one at every step, and |c| <= n bounds h. Arguments and errors: see the module.
+    Gates i, f, z, o (pre-activations x + R h + b); states (h, c, n, m); bias 4 rows. A unit with n
+    = 0 is empty: the terms of its old state are 0. m carries no gradient, and the gradients of c
+    and n are taken at fixed m. clip_state must be None: c and n are relative to e^m, so the same
+    bound would mean another one at every step; h is bounded by |c| <= n. Arguments and errors: see
+    the module.
     """
     return recurrent(
         "slstm", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,

@@ -1,4 +1,4 @@
-"""One step of each cell, written in what the forward keeps, with first and second derivatives.
+"""One step of each cell as a function of what the forward keeps, with first and second derivatives.
 
 The forward keeps activations and not the pre-activations before them, so the derivatives are written in
 the former: `sigmoid_at(p, y)` is y, with the derivative of sigmoid at the p that gives y.

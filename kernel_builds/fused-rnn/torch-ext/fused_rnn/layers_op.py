@@ -43,7 +43,7 @@ def run_layers(
     eager: bool = False,
 ) -> Tuple[torch.Tensor, Tensors]:  # fmt: skip
     """Returns the outputs, with rows as those of x, and the K last states, [layers * directions, B, D],
-    in the dtype of x; of a cell without h, which is the output.
+    in the dtype of x. For one step of a cell the states leave out h, which is the output.
 
     x is [B, T, I], [T, B, I] or the data of a PackedSequence, or [B, I] for one step of a cell, whose
     states are [B, D]; `state` is empty or has K tensors as the last states, in the dtype of x or in

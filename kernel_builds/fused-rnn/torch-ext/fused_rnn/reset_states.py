@@ -1,4 +1,4 @@
-"""Resets to given states: a sequence is split where one is, and each part is a document with an
+"""Resets to given states: a sequence is split at each reset, and each part is a document with an
 initial state of its own. The parts run at the same time.
 """
 
@@ -57,7 +57,7 @@ def split(x: torch.Tensor, state: Optional[Sequence[torch.Tensor]], masks, reset
         past = torch.arange(T, device=x.device) >= lengths[:, None]
         hold, counted = past if hold is None else hold | past, reset & ~past
     marks = torch.nonzero_static(reset.flatten(), size=count, fill_value=total).squeeze(1)
-    # At one step the sequence's beginning comes first: its part is empty, and its state unused.
+    # Where a sequence begins at a marked step, an empty part comes first, whose state is not used.
     order = torch.cat([2 * starts, 2 * marks + 1]).argsort(stable=True)
     begins = torch.cat([starts, marks])[order]
     offsets = torch.cat([begins, begins.new_full((1,), total)])

@@ -13,8 +13,9 @@ def unread_places(
     directions: int,
     has_steps: bool,
 ) -> Tuple[int, ...]:
-    """Returns which of x and the weights the backward does not read, by their places: the gradient of an
-    operand depends on its weight. torch.nn's own code saves the same, so that these may be changed in place."""
+    """Returns which of x and the weights the backward does not read, by their places: the gradient
+    of an operand depends on its weight. torch.nn's own code does not save these operands either:
+    like there, they may be changed in place."""
     x, state, weights = needs[3], needs[4 : 4 + K], needs[4 + K :]
     h = K > 0 and state[0]
     each = (4 if has_bias else 2) + projects

@@ -39,20 +39,21 @@ def linear_step(
                        scales_i[:, None] * weights_i. Or bf16 [N_i, K / 32], of matrices of 4 bits, uint8
                        [N_i, K / 2]: weight_i is int4.unpack_int4(weights_i, scales_i)
     biases [N_i]       of the last matrices
-    capped, cap        so many of the last come in fp32 (fp64 for fp64), bounded: cap tanh(y / cap);
+    capped, cap        the last `capped` results come in fp32 (fp64), bounded: cap tanh(y / cap);
                        cap 0: no bound
     residual [B, N]    is added to the one matrix's output
     gated              of two matrices: silu(weight_0 x) * (weight_1 x) [B, N] alone
 
     At most 8 matrices, contiguous, of x's dtype if they have no scales; sums in fp32 (fp64), rounded once.
-    Values of 8 and 4 bits are exact in every dtype of x, and scales multiply sums. On CUDA in 16 bits every
-    weight is read once for 16 rows of x (on Turing 8), at the memory's speed; more rows are a product for cuBLAS. There
-    weights and scales may be read before the kernel ahead on the stream has ended: that must not write them.
-    The reference computes float8_e4m3fn on a CPU, and on CUDA 8 bits where K is no multiple of 16, and 4
-    bits where it is none of 64. int4 on CUDA in 16 bits: where x has one row its products are those of
-    integers, and of 64 values of x each is rounded to 2^-22 of the largest; where it has more, 136 or 72
-    times x is added and taken away again. So an infinite x is NaN, and a row's last bits depend on
-    whether it is alone.
+    Values of 8 and 4 bits are exact in every dtype of x, and scales multiply sums. On CUDA in 16
+    bits every weight is read once for 16 rows of x (on Turing 8), at the memory's speed; more rows
+    are a product for cuBLAS. Weights and scales may be read there while the preceding kernel on the
+    stream still runs, so it must not write them. The reference computes float8_e4m3fn on a CPU, and
+    on CUDA weights of 8 bits where K is no multiple of 16 and of 4 bits where K is no multiple of
+    64. int4 on CUDA in 16 bits: with one row of x the products are integer products, and each of 64
+    values of x is rounded to 2^-22 of the largest; with more rows 136 or 72 times x is added and
+    subtracted again. So an infinite x gives NaN, and a row's last bits depend on whether it is
+    alone.
     ValueError and TypeError name the argument.
     """
     _check("linear_step", x, weights, biases, norm_weight, residual, scales=scales)

@@ -23,8 +23,8 @@ DEVICE void load_bias(float (&bias)[U], const Work& work, const Position<S>& at,
   }
 }
 
-// A warp runs 16 units of 8 rows at a time, a lane 4 units of a row: a group; of a last group of 8
-// or 4 units a lane has 2 or 1. While it runs one, it loads the inputs of the next ones.
+// A group is 16 units of 8 rows, which a warp runs at a time, a lane 4 units of a row. In a last
+// group of 8 or 4 units a lane has 2 or 1. During a group it loads the inputs of the next ones.
 template <typename S>
 struct Cells {
   using Cell = typename S::Cell;
@@ -328,8 +328,8 @@ struct Cells {
     store_bytes<U * kIo>(operand<group>(at.t, m, half), multiplied.of);
     store_h<group>(now, h.of);
     if constexpr (S::kSaves) {
-      // That of the next step is written now: loading h there would wait for L2. Held steps may lie
-      // between, so with `hold` it is loaded from `last`, before that is overwritten below.
+      // h_prev of the next step is written here: loading h there would wait for L2. Held steps may
+      // lie between, so with `hold` it is loaded from `last`, before that is overwritten below.
       char* before = output<group>(p.h_prev, now, 1);
       if (at.t == 0 || p.hold != nullptr) {
         float from[U];

@@ -6,10 +6,10 @@ namespace flashcell::cuda::batch {
 
 constexpr int kMostTiles = 7;
 
-// What a step of a launch takes, in us: for each tile of a thread block a time per panel of the
-// depth, and a time for the cells and the exchange, other ones where tiles would take turns and a
-// block has one; or, of large calls, what their loads from L2 take. Between the two the longer one
-// counts most.
+// What a step of a launch takes, in us. The tiles of a thread block take `panel` for each panel of
+// the depth and `tile` for the cells and the exchange, or panel_alone and tile_alone where tiles
+// could take turns but a block has a single one. The loads from L2 run beside that, at `bytes` in a
+// us. The longer of the two times counts most.
 struct Cost {
   double panel, tile, panel_alone, tile_alone;
   double bytes;  // from L2 in a us
@@ -118,7 +118,7 @@ constexpr Cost kInputCosts32[3][2][kMostTiles] = {{{{0.249, 3.16, 0.222, 5.55, 1
                                                     {0.294, 6.86, 0.294, 6.86, 9.88e6}}}};
 
 // The product of a layer's input on its own, by cuBLAS: operations in a us, in 16 bits and in TF32;
-// how often its result is as good as written or read; and us for its launches in each call.
+// the traffic of its result, in times that it is written or read; and us of launches in each call.
 constexpr double kProductRate16 = 700e6, kProductRate32 = 380e6;
 constexpr double kProductCopies = 1.4, kProductCall = 20;
 

@@ -101,7 +101,7 @@ struct Sizes {
   constexpr int64_t launch_bytes() const { return heads_of_launch() * head_bytes(); }
 };
 
-// Of a launch.
+// The tiles of a launch.
 constexpr int64_t count_tiles(const Tile& tile, const Sizes& z) {
   return z.heads_of_launch() * divide_up(z.S, tile.rows()) * divide_up(z.D, tile.units);
 }
@@ -151,8 +151,8 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, const Device& device) {
            {"a state", elements, kMostElements, "elements"}}};
 }
 
-// The sequences of all heads; on a GPU with fewer SMs than an H200's 132, a number that takes as
-// long on the H200.
+// The sequences of all heads. For a GPU with other than an H200's 132 SMs it is the number that
+// takes as long on an H200.
 constexpr double rows_of(const Sizes& z, const Device& device) {
   return double(z.S * z.N) * 132 / double(device.sms);
 }
@@ -221,7 +221,7 @@ inline double call_us(const Sizes& z, int64_t T, const Device& device) {
   return us * double(z.launches()) + inputs + std::max(kPreparation, copies) / double(T);
 }
 
-// Whether this engine is faster than `other` by more than the costs are wrong.
+// Whether this engine is faster than `other` by more than the error of the estimates.
 inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
   return call_us(z, T, device) < 0.95 * other_us(z, other, device);
 }
@@ -234,8 +234,8 @@ constexpr double product_us(const Sizes& z, int64_t I) {
 }
 
 // Whether it is faster to multiply the input here than before a recurrence on this engine, or on
-// `other`. What the product's launches take counts only where this engine runs the recurrence
-// anyway: short calls of few sequences would leave faster engines for its sake.
+// `other`. The launches of the separate product count only if this engine runs the recurrence in
+// either case: if they always counted, short calls of few sequences would leave faster engines.
 inline bool multiplies_input(Sizes z, int64_t I, int64_t T, Engine other, const Device& device) {
   I = panels_of(I, z.io_bytes) * depth_of_panel(z.io_bytes);  // as wide as with padded units
   const double own = call_us(z, T, device) + kProductCall / double(T);

@@ -33,7 +33,7 @@ struct ClusterBackward {
     // that several warps (four; with eight sequences two) want for the same lane are adjacent in 16
     // bytes. Their order alternates every eight lanes, so that each warp reads from all banks.
     alignas(16) uint8_t inbox[2][kMembers][kPartBytes];
-    // Dr of a step, [gate][unit][column], double-buffered by the parity of the step.
+    // `dr` of a step, [gate][unit][column], double-buffered by the parity of the step.
     alignas(16) uint8_t operand[2][kOperandBytes];
     uint64_t received[2];
     typename Inputs::Shared inputs;

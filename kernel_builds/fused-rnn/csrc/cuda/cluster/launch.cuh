@@ -39,7 +39,7 @@ void launch_cluster(const Params& p, const Launch& launch) {
   if (clusters == 0) return;
   // Where all blocks fit on the GPU at once, give each its own SM.
   const bool alone = clusters <= unsigned(cluster::at_once(p.D, launch.device));
-  static_assert(sizeof(typename Engine::Shared) <= 99 * 1024, "the least an arch has");
+  static_assert(sizeof(typename Engine::Shared) <= 99 * 1024, "the least shared memory of an arch");
   static_assert(kIsTuring || sizeof(typename Engine::Shared) == Engine::kPlannedBytes);
   const int bytes = std::max<int>(sizeof(typename Engine::Shared),
                                   alone ? launch.device.shared_bytes / 2 + 1024 : 0);

@@ -21,7 +21,7 @@ struct FmaForward {
   using Tile = FmaTile<kSequences, 1>;
   using Ring = FmaRing<G, kSequences, 1, kCopies>;
   static constexpr int kResident = fma::resident(kWidth);
-  // Four sequences of 64 units: with the registers for more, an SM would hold one block.
+  // Saves registers (product.cuh): otherwise an SM would hold one block of 64 units instead of two.
   static constexpr bool kLate = kWidth == 64;
   static constexpr int kOwned = Product::kOwned;
 

@@ -35,7 +35,7 @@ constexpr int units(int gates, int64_t D) { return round_up(divide_up(D, members
 // How the product is divided among the threads. `lanes` neighbouring lanes compute the same `units`
 // units. Each holds every lanes-th vector of four weights along the depth. With a vector of four
 // elements of the operand a lane does 4 * units * values multiplications (values: products per
-// unit). Four times that load is what one vector load costs, so units * values is 4 if it can be.
+// unit). A vector load costs as much as 16 multiplications, so units * values is 4 if possible.
 struct Division {
   int values, units, lanes, depth;
 
@@ -57,9 +57,9 @@ constexpr Division backward_division(int gates, int width) {
 }
 
 // Sequences whose products a lane computes at the same time: 1, 2 or 4. A tile of more sequences
-// takes them four at a time, in passes. Two are compiled for cells of one gate and for a GRU of 97
-// to 128 units, where a step of four takes more than twice as long as of one, and for GPUs since
-// Hopper alone, to keep the library small.
+// takes them four at a time, in passes. To keep the library small, 2 is compiled only for cells of
+// one gate and for a GRU of 97 to 128 units, where a step of four sequences takes more than twice
+// as long as a step of one, and only for Hopper and later GPUs.
 constexpr int together(int tile) { return std::min(tile, 4); }
 constexpr bool takes_two(int gates, int width) {
   return gates == 1 ? width >= 128 : gates == 3 && width == 128;
@@ -140,8 +140,8 @@ constexpr int64_t at_once(int64_t D, int gates, const Device& device) {
   return count == 2 ? device.sms / 2 : device.sms / 18 * (16 / count);
 }
 
-// The most sequences of a block, by shared memory: one, or a multiple of four. (Two need less.) Of
-// all cells an slstm needs most: 4 states and 7 saved values.
+// The most sequences of a block for which shared memory suffices: one, or a multiple of four (two
+// need less). It is sized for an slstm, which needs most: 4 states and 7 saved values.
 constexpr int most_sequences(int64_t D, int gates, const Device& device) {
   const CellSizes largest{gates, 4, gates + 1, 7, true, true};
   int most = 16;

@@ -32,7 +32,7 @@ struct Sizes {
 struct Gain {
   double products, weights, values, launches;
 };
-// Forward and backward, of cells with 4, 3 gates and 1; fitted to 264 to 2048 units and 8 to 256
+// Forward and backward, of cells with 4, 3 and 1 gates; fitted to 264 to 2048 units and 8 to 256
 // sequences on an H200 (NOTEBOOK.md, "The gemm engine"). Backward it is the step engine whose
 // launches take longer. Outside a graph those of this engine do.
 constexpr Gain kGains[2][3] = {{{1.14, 12, 0, 8.7}, {0.6, 9, 0, 8}, {0.47, 3, 0, 5.9}},
@@ -65,7 +65,7 @@ constexpr bool is_faster_in_fp32(const Sizes& z, bool graph, bool backward) {
 }
 
 // From how many rows, sequences of all heads, a backward step is faster than that of the grid
-// engine: for heads up to a width, in 16 bits and in TF32, of cells with 4, 3 gates and 1. Measured
+// engine: for heads up to a width, in 16 bits and in TF32, of cells with 4, 3 and 1 gates. Measured
 // on an H200 (NOTEBOOK.md, "The gemm engine").
 struct LeastRows {
   int64_t width;

@@ -11,9 +11,8 @@ namespace flashcell::cuda::gemm {
 constexpr int kPackThreads = 256, kPackRows = 32;
 constexpr int kProductThreads = 3 * kWarpgroup;
 
-// The elements of an operand in the caller's memory. Row `r` begins at r / inner * outer + r %
-// inner
-// * row, the depth of group g at g * group.
+// The elements of an operand in the caller's memory. Row `r` begins at
+// (r / inner) * outer + (r % inner) * row, and the depth of group g at g * group.
 struct Source {
   const float* data;
   int64_t rows, inner, outer, row;

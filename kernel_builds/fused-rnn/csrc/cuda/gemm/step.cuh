@@ -17,7 +17,7 @@ struct Step {
   void* operand;         // written here for the next product
   int parts;             // of the product, which the cells add up
   bool is_split;         // whether the operand is written in halves
-  Operand halves;        // how
+  Operand halves;        // where they lie
 
   DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
 
@@ -25,8 +25,8 @@ struct Step {
   // least one thread must wait, so that the next product starts after this one.
   DEVICE void wait() const { pdl_wait(); }
 
-  // Writes four neighbouring units of a sequence for the next product; `gates` are those of an
-  // operand, `gate` one of them.
+  // Writes four neighbouring units of a sequence for the next product. They belong to gate `gate`
+  // of the `gates` gates that the operand has.
   template <typename IO>
   DEVICE void keep(int64_t s, int at, int gates, int gate, const float (&v)[kQuad]) const {
     const int head = at / D, unit = at - head * D;
@@ -39,7 +39,7 @@ struct Step {
     store_quad(static_cast<IO*>(operand) + (s * ND + head * D) * gates + gate * D + unit, v);
   }
 
-  // Adds the product of a quad: of `rows` rows of a unit and head, row `row`.
+  // Adds the product of a quad: row `row` of the `rows` rows that each unit of a head has.
   DEVICE void add_product(float (&v)[kQuad], int64_t s, int at, int rows, int row) const {
     const int head = at / D, unit = at - head * D;
     const float* from = product + (s * ND + head * D) * rows * parts + row * D + unit;

@@ -9,7 +9,7 @@
 
 namespace flashcell::cuda::grid {
 
-// KProducts is the number of threads that multiply.
+// kProducts is the number of threads that multiply.
 constexpr int kWarps = tiles::kGridWarps, kProducts = 32 * kWarps;
 constexpr int kUnits =
     tiles::kGridUnits;  // units of a thread block: the height of the matrix instruction
@@ -46,8 +46,8 @@ constexpr int row_tiles(const Shape& s) { return (s.rows * s.units + 15) / 16; }
 
 // One thread for each unit and each of 8 columns.
 constexpr int cell_threads(const Shape& s) { return 8 * s.units; }
-// Where those are not whole fours of warps, between which registers can move, the rest fetch
-// inputs.
+// Registers move only between whole groups of four warps. Where the cell's warps do not fill such
+// groups, the warps that fill them up fetch inputs.
 constexpr int fetch_threads(const Shape& s) { return -cell_threads(s) & 127; }
 
 constexpr int tile_columns(const Shape& s) { return 8 * s.wide; }        // sequences of a tile

@@ -5,11 +5,11 @@
 
 namespace flashcell::cuda::wavefront {
 
-// How many of each a call has, or what one of each takes on the GPU in us. A step takes longer the
-// larger its load is, which is how often its thread blocks would fill the GPU, or a group's tiles,
-// and the more it reads of the weight: `width` and `load_width` count 1024 units of a cell with
-// four gates. `product` counts the us of all matrix products at their nominal rate. (On the gemm
-// engine the load counts the us that the product of a step takes.)
+// Either how often a call has each of these, or what one of each takes on the GPU, in us. A step
+// takes longer the larger its load is, which is how often its thread blocks would fill the GPU, or
+// a group's tiles, and the more it reads of the weight: `width` and `load_width` count 1024 units
+// of a cell with four gates. `product` counts the us of all matrix products at their nominal rate.
+// (On the gemm engine the load counts the us that the product of a step takes.)
 struct Work {
   double step, load, width, load_width, product;
   double layer, wave, call;  // a layer that runs alone; a wave; and a call with waves
@@ -48,12 +48,12 @@ constexpr Costs kCosts[kEngineCount][2] = {
     {},  // wide
 };
 
-// Side by side has to take less than kShare of the time of one layer after the other, and to save
-// so many us more, because one estimate in ten is off by a third.
+// Layers run side by side if that takes less than kShare of the time of one layer after the other,
+// less kLeastSaved us, because one estimate in ten is off by a third.
 constexpr double kShare[2] = {0.95, 0.9}, kLeastSaved[2] = {60, 100};
 constexpr int64_t kShortestChunk = 16, kMostChunks = 64;
-// The outputs of all layers are there at once, in a backward pass their gradients too: so many
-// bytes at most.
+// The most bytes of the outputs of all layers, which exist at the same time, and in a backward pass
+// of their gradients too.
 constexpr int64_t kMostBytes = int64_t(4) << 30;
 
 struct Load {

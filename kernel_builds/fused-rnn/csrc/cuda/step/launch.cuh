@@ -113,7 +113,8 @@ void forward_step(const ForwardParams& p, const Launch& launch) {
   constexpr int kGates = Cell::kGates;
   const bool vectors = p.D % IoTraits<IO>::kVector == 0 && aligned_to_vectors(p.weight) &&
                        aligned_to_vectors(p.initial) && aligned_to_vectors(launch.scratch);
-  // Without a product nothing may read the weight, which matrix products load before they know.
+  // Where h is 0 nothing may read the weight, but kernels with matrix instructions load it in any
+  // case.
   const bool matrix =
       vectors && (sizeof(IO) == 2 || launch.tf32) && p.S >= kMatrixSequences && !p.h_begins_as_zero;
   // Wide tiles read less, but there are fewer of them: for small heads SMs would stay idle. Turing

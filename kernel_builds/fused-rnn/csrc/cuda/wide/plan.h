@@ -107,7 +107,7 @@ constexpr Partition divide(const Sizes& z, int heads, int groups, const Device& 
        {forward_product(z.gates, z.D, units), backward_product(z.gates, z.D, units)}) {
     const Memory m = memory(product, cell, units, tile, device.shared_bytes);
     const int64_t streamed = int64_t(product.depth - m.held) * product.rows * 4 * blocks;
-    const bool one = heads == 1 && groups == 1;  // several may not stream, or have two tasks a warp
+    const bool one = heads == 1 && groups == 1;  // else no streaming and one task a warp
     if (m.held == 0 || streamed > (one ? kMostStreamed : 0)) return {};
     if (!one && product.tasks > kWarps) return {};
     share = std::max(share, 1 - double(m.held) / product.depth);
@@ -131,7 +131,7 @@ constexpr Partition partition(const Sizes& z, const Device& device) {
   return {};
 }
 
-// Bytes of the weight's transpose, of which the backward pass reads what streams in.
+// Bytes of the transposed weight. The backward pass reads from it the part that streams in.
 constexpr int64_t transposed_bytes(const Sizes& z, const CellSizes& cell, const Device& device) {
   const Partition p = partition(z, device);
   const Product product = backward_product(z.gates, z.D, p.units);
@@ -154,7 +154,7 @@ constexpr bool can_run(const Sizes& z, int io_bytes, const Device& device) {
 struct Gain {
   double first, weights, pass;
 };
-// Forward and backward, of cells with 4, 3 gates and 1: fitted to 291 random modules of 257 to 2500
+// Forward and backward, of cells with 4, 3 and 1 gates: fitted to 291 random modules of 257 to 2500
 // units and 1 to 97 sequences on an H200 (NOTEBOOK.md, "The wide engine").
 constexpr Gain kGains[2][3] = {{{0.69, 0.0014, 0.12}, {0.54, 0.0011, 0.11}, {0.91, 0.0006, 0.29}},
                                {{0.88, 0.0026, 0.17}, {0.91, 0.0025, 0.18}, {0.99, 0, 0.35}}};
