@@ -21,9 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("FLASHCELL_FILL_MEMORY", "1")
 
 
+def pytest_addoption(parser):
+    said = "of the tests that differ in their parameters alone, all but the first are slow"
+    parser.addoption("--one-of-each", action="store_true", help=said)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
-    thinning.mark_rest_slow(items)
+def pytest_collection_modifyitems(config, items):
+    thinning.mark_rest_slow(items, config.getoption("one_of_each"))
 
 
 def load_built(name: str, finished: str | None):

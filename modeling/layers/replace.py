@@ -26,6 +26,7 @@ from .rnn_classes import (
     adopt,
     base_class,
     class_for,
+    is_adopted,
     release,
     undo,
 )
@@ -62,7 +63,8 @@ def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
 
     Subclasses that do not override forward are taken, too: they keep their class's name and methods,
     isinstance, pickles and copies. So are parametrized modules. Code that compares classes, such as
-    `type(module) is nn.LSTM` in an initialisation, finds none of them: run it before.
+    `type(module) is nn.LSTM` in an initialisation or torch.ao.quantization.quantize_dynamic, finds none
+    of them: run it before.
 
     Returns a report and logs it in one line. `report.skipped` says which modules stay as they are,
     and why: a class with a forward of its own (which may or may not call torch.nn's; with
@@ -107,8 +109,9 @@ def restore(model: nn.Module) -> list[str]:
     changed.
 
     They get their old class back, and keep their Parameters with their present values. Modules made
-    as flashcell.LSTM(...) stay. Raises ValueError, before anything is changed, for a module
-    whose forward was set on the object after it was replaced: that goes on calling flashcell's.
+    as flashcell.LSTM(...) stay. Raises ValueError, before anything is changed, for a module that got
+    a forward of its own, or another class (by torch's fully_shard or replicate), after it was
+    replaced: those go on calling flashcell's.
     """
     check_module(model)
     found = {name: m for name, m in model.named_modules() if vars(m).keys() & {"_replaced", KEPT}}
@@ -117,6 +120,11 @@ def restore(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"{name or 'model'} has a forward that was set on the object after it was replaced, "
                 "but must have its class's: remove the hook first"
+            )
+        if KEPT not in vars(module) and not is_adopted(module):
+            raise ValueError(
+                f"{name or 'model'} has the class {type(module).__name__}, which it got after it was "
+                "replaced, but must have the class that it got then: restore it before it is sharded"
             )
     for module in found.values():
         if KEPT in vars(module):

@@ -46,7 +46,11 @@ from ..choice.overrides import overrides_torch
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
-from ..kernels.fused_rnn.private_names import frame_callback, set_frame_callback
+from ..kernels.fused_rnn.private_names import (
+    frame_callback,
+    leave_frames,
+    set_frame_callback,
+)
 from .onnx_export import export_sequence, is_onnx_export
 
 
@@ -84,8 +88,9 @@ class _StandIn(nn.Module):
         if auto and not torch.compiler.is_compiling() and overrides_torch(self, data):
             return None
         if not isinstance(data, Tensor):  # raises AttributeError, as torch.nn does
-            kind = type(input).__name__
-            raise AttributeError(f"input is a {kind}, but must be a tensor or a PackedSequence")
+            kind, allowed = type(input).__name__, "a tensor or a PackedSequence"
+            allowed = "a tensor" if isinstance(self, RNNCellBase) else allowed
+            raise AttributeError(f"input is a {kind}, but must be {allowed}")
         fallback = "torch.nn's own forward"
         kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend, fallback)
         if auto:
@@ -201,6 +206,11 @@ class _Cell(_StandIn, RNNCellBase):
         if kernel is None:
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)
+
+
+# torch.compile compiles cells that are part of a graph, and runs others as they are, such as those of
+# a loop that it cannot compile. It does so with torch.nn's cells.
+leave_frames(_Cell.forward)
 
 
 class LSTMCell(_Cell, nn.LSTMCell):

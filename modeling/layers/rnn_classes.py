@@ -22,6 +22,9 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 CHECKS = ("check_forward_args", "check_hidden_size", "get_expected_hidden_size")
 FORWARD = ("forward", "permute_hidden", "all_weights", *CHECKS)
 
+# What torch.nn's classes have: somebody may put another function in its place.
+SHIPPED = {(kind, name): getattr(kind, name, None) for kind in REPLACEMENTS for name in FORWARD}
+
 KEPT = "_accelerated"  # what `change_module` has replaced: names and values, "__class__" among them
 
 _lock = threading.Lock()
@@ -37,14 +40,16 @@ class AdoptedType(type):
 
 def class_for(own: type[nn.Module]) -> type[nn.Module] | str:
     """Returns flashcell's class for modules of the class `own`, or the reason why there is none."""
-    if own in REPLACEMENTS:
-        return REPLACEMENTS[own]
     base = next((kind for kind in own.__mro__ if kind in REPLACEMENTS), None)
     if base is None:
         return f"its class {own.__name__} is no torch.nn.LSTM, GRU, RNN or cell"
     for name in FORWARD:
-        if getattr(own, name, None) is not getattr(base, name, None):
+        if getattr(base, name, None) is not SHIPPED[base, name]:
+            return f"torch.nn.{base.__name__} has another {name} than torch's"
+        if getattr(own, name, None) is not SHIPPED[base, name]:
             return f"its class {own.__name__} has a {name} of its own"
+    if own is base:
+        return REPLACEMENTS[own]
     try:
         return adopted(own, REPLACEMENTS[base])
     except Exception as error:  # a metaclass of the user's may refuse anything
@@ -117,6 +122,12 @@ def adopt(module: Any, kind: type[nn.Module], backend: str) -> None:
     vars(module)["_replaced"] = base_class(module)
     set_class(module, kind)
     module.stand_in(backend)
+
+
+def is_adopted(module: nn.Module) -> bool:
+    """Whether a module has the class that `adopt` gave it."""
+    old, kind = vars(module)["_replaced"], base_class(module)
+    return kind is REPLACEMENTS.get(old) or vars(kind).get("own") is old
 
 
 def release(module: Any) -> None:

@@ -3,6 +3,8 @@
     pytestmark = pytest.mark.thin          every value of every parameter at least once
     @pytest.mark.thin(pairs=True)          every pair of values of two parameters at least once
 
+With pytest's option --one-of-each one test of every family runs, marked or not.
+
 The mark is for tests whose parameters are independent of each other: a fault shows for one value, or
 for two together, whatever the others are. The choice depends on nothing but the parameters.
 """
@@ -16,15 +18,18 @@ import pytest
 Values = dict[str, tuple]  # parameter, or several that one mark gives -> which value it has
 
 
-def mark_rest_slow(items: Iterable[pytest.Item]) -> None:
+def mark_rest_slow(items: Iterable[pytest.Item], one_of_each: bool = False) -> None:
     families = defaultdict(list)
     for item in items:
-        thin = item.get_closest_marker("thin")
+        thin = one_of_each or item.get_closest_marker("thin")
         if thin and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             families[item.nodeid.split("[")[0]].append(item)
     for family in families.values():
-        pairs = family[0].get_closest_marker("thin").kwargs.get("pairs", False)
-        kept = cover([values_of(item) for item in family], 2 if pairs else 1)
+        if one_of_each:
+            kept = {0}
+        else:
+            pairs = family[0].get_closest_marker("thin").kwargs.get("pairs", False)
+            kept = cover([values_of(item) for item in family], 2 if pairs else 1)
         for k, item in enumerate(family):
             if k not in kept:
                 item.add_marker(pytest.mark.slow)

@@ -2,7 +2,7 @@
 
     scripts/test --versions oldest    the lower ends of the ranges
     scripts/test --versions newest    the newest releases that pip finds
-    scripts/test --versions today     one of the two, by the day
+    scripts/test --versions today     one of the two, by the day, with one test of each family
 
 Each end has an environment of its own in the state folder, with torch's default build: about 7 GB,
 with CUDA, which the tests do not need. The kernels are the usual environment's, as in a release.
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
     command += ["-o", "console_output_style=classic", "-o", f"cache_dir={home / 'pytest'}"]
     command += [*TESTS, *args.pytest]
     command += NEWEST_ONLY if end == "newest" else []
+    command += ["--one-of-each"] if args.versions == "today" else []
     done = subprocess.run(list(map(str, command)), cwd=ROOT, env=variables)
     raise SystemExit(done.returncode)
 

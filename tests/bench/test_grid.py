@@ -98,6 +98,7 @@ def test_calls_that_are_refused(run, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_noise_is_not_fitted(monkeypatch):
     monkeypatch.setattr(fit, "CHOICE_US", 0.0)  # many of these calls are as short as a choice
     those = measured(900, noise=0.2)
@@ -202,7 +203,9 @@ def test_tune_writes_a_table(run, results, tmp_path, monkeypatch, capsys):
     assert "held-out calls" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("units", "shared"), [(132, True), (66, False)])
+@pytest.mark.parametrize(
+    ("units", "shared"), [(132, True), pytest.param(66, False, marks=pytest.mark.slow)]
+)
 def test_tune_shares_the_calls_of_devices_that_are_alike(run, results, tmp_path, units, shared):
     other, path = tmp_path / "other.csv", tmp_path / "tuned.json"
     other.write_text(results.read_text().replace("GPU,90,132", f"another,90,{units}"))

@@ -103,6 +103,7 @@ def test_two_checkouts_build_at_once_and_one_twice(project, tmp_path):
     assert variant.digests(made[0]) == variant.digests(made[1])
 
 
+@pytest.mark.slow
 def test_only_what_has_changed_is_compiled_again(project):
     first = build(project, "--backend", "cpu")
     assert first.returncode == 0, first.stdout + first.stderr

@@ -45,6 +45,7 @@ def calls(monkeypatch):
     return counts
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("count", [4, 20])
 def test_lookup_gives_the_greedy_tokens(case, make_model, tokens, count):
     model = make_model(case)
@@ -52,6 +53,7 @@ def test_lookup_gives_the_greedy_tokens(case, make_model, tokens, count):
         check_same(greedy(model, ids, prompt_lookup_num_tokens=count), greedy(model, ids))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("other", ["gru", "flash_mlstm", "itself", "noisy", "shallow", "llama"])
 def test_a_draft_gives_the_greedy_tokens(case, make_model, tokens, other):
     model = make_model(case)
@@ -86,6 +88,7 @@ def test_tokens_are_accepted_and_taken_back(case, make_model, tokens, calls):
     assert len(calls) <= 2 * 8  # the draft's and the model's, for each 6 of 40 tokens
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("reread", [0, 1000])
 def test_when_the_text_is_read_again_changes_nothing(case, make_model, tokens, monkeypatch, reread):
     monkeypatch.setattr(assisted, "REREAD", reread)

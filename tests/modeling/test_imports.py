@@ -108,8 +108,7 @@ ORDERS = {
     ),
 }
 
-FAST = ("flashcell first", "transformers first", "a family first", "a model first")
-FAST += ("a configuration made before", "in many threads")
+FAST = ("flashcell first", "transformers first", "in many threads")
 SLOW = pytest.mark.slow
 
 

@@ -10,6 +10,7 @@ from flashcell.generation.captured_call import RecordedCall
 from flashcell.state import assisted
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("reread", [0, 8])
 def test_calls_are_recorded_and_replayed(case, make_model, tokens, monkeypatch, reread):
     """Calls of a length that was seen before are replayed, with every cache, and follow the weights."""

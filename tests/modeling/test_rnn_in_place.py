@@ -161,14 +161,29 @@ def test_what_a_module_reads(fused_rnn):
 
 def test_a_failed_backward_may_be_run_again(monkeypatch):
     kernel = flashcell.load_kernel("fused-rnn", DEVICE)
-    layers_op = import_module(f"{kernel.__name__}.layers_op")
+    layers_op = kernel.run_layers.__globals__  # another test may have imported the module anew
     _, ours = make_twins("GRU", I, D, dtype=EXACT, backend=DEVICE)
     ours.weight_ih_l0.requires_grad_(False)
     loss = ours(torch.randn(3, B, I, dtype=EXACT))[0].sum()
     with monkeypatch.context() as patch:
-        patch.setattr(layers_op, "run_each", None)
-        patch.setattr(layers_op, "any_batched", lambda *_: True)
+        patch.setitem(layers_op, "run_each", None)
+        patch.setitem(layers_op, "any_batched", lambda *_: True)
         with pytest.raises(TypeError):
             loss.backward()
     loss.backward()
     assert ours.weight_hh_l0.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+def test_an_input_of_inference_mode_is_trained_on(kind):
+    """torch.nn's forward copies it with batch_first, and refuses it otherwise."""
+    _, ours = make_twins(kind, I, D, dtype=EXACT, backend=DEVICE)
+    with torch.inference_mode():
+        x = torch.randn(*(() if "Cell" in kind else (3,)), B, I, dtype=EXACT)
+    found = []
+    for given in (x, x.clone()):
+        ours.zero_grad()
+        sum(t.sum() for t in flatten(ours(given))).backward()
+        found.append([p.grad.clone() for p in ours.parameters()])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)

@@ -34,6 +34,14 @@ class Custom(nn.LSTM):
         return super().forward(input, hx)
 
 
+class Mode(nn.GRU):
+    """A user's subclass with an attribute that torch.nn's forward does not read."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.mode = "train"
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -201,3 +209,46 @@ def test_nothing_keeps_a_module_alive():
     gone = weakref.ref(module)
     del module
     assert gone() is None
+
+
+def test_a_mode_of_the_users():
+    theirs = Mode(4, 6)
+    ours, x = copy.deepcopy(theirs), torch.randn(5, 3, 4)
+    assert flashcell.replace(ours).replaced == {"": "Mode"}
+    packed = nn.utils.rnn.pack_sequence([x[:, 0], x[:3, 1]])
+    for given in (x, x[:, 0], packed):
+        pairs = [dict(enumerate(flatten(module(given)))) for module in (ours, theirs)]
+        assert_same(*pairs, 1e-6)
+
+
+def test_a_forward_in_the_place_of_torch_s_is_kept(monkeypatch):
+    monkeypatch.setattr(nn.LSTM, "forward", lambda self, x, hx=None: "patched")
+    for model in (nn.LSTM(4, 6), type("Sub", (nn.LSTM,), {})(4, 6)):
+        report = flashcell.replace(model)
+        assert "torch.nn.LSTM has another forward than torch's" in report.skipped[""]
+        assert model(None) == "patched"
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_cell_with_weights_of_another_size(kind):
+    """torch.nn's cells take their sizes from the weights."""
+    gates = {"LSTMCell": 4, "GRUCell": 3, "RNNCell": 1}[kind]
+    twins = make_twins(kind, 4, 6, dtype=EXACT)
+    shapes = {"weight_ih": (gates * 7, 5), "weight_hh": (gates * 7, 7)}
+    shapes |= dict.fromkeys(("bias_ih", "bias_hh"), (gates * 7,))
+    for name, shape in shapes.items():
+        value = torch.randn(shape, dtype=EXACT)
+        for module in twins:
+            setattr(module, name, nn.Parameter(value.clone()))
+    for batch in ((3,), ()):
+        x, h = torch.randn(*batch, 5, dtype=EXACT), torch.randn(*batch, 7, dtype=EXACT)
+        state = (h, h.cos()) if kind == "LSTMCell" else h
+        pairs = [dict(enumerate(flatten(module(x, state)))) for module in twins]
+        assert_same(*pairs, SAME)
+    said = []
+    for module in twins:
+        for given in ((torch.randn(3, 5, dtype=EXACT),), (torch.randn(3, 4, dtype=EXACT), None)):
+            with pytest.raises(RuntimeError) as caught:
+                module(*given)
+            said.append(str(caught.value))
+    assert said[:2] == said[2:]

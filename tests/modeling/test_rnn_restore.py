@@ -274,3 +274,15 @@ def test_an_interrupted_restore_can_be_repeated(monkeypatch):
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+def test_a_class_that_came_after_is_not_lost():
+    """torch's fully_shard derives a class, as here."""
+    model = nn.Sequential(nn.LSTM(4, 6), nn.GRU(6, 6))
+    flashcell.replace(model)
+    sharded = model[1]
+    sharded.__class__ = kind = type("ShardedGRU", (type(sharded),), {})
+    with pytest.raises(ValueError, match="1 has the class ShardedGRU, which it got after it was"):
+        flashcell.restore(model)
+    assert type(sharded) is kind
+    assert type(model[0]) is flashcell.LSTM

@@ -75,8 +75,9 @@ def test_module_database(module_db, kind, training):
     assert count >= 2
 
 
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS)
-def test_gradients_by_finite_differences(module_db, kind):
+def test_gradients_by_finite_differences(module_db, kind, fast):
     """First derivatives by the inputs, and the reference's second ones, as the database requires."""
     for number, sample in enumerate(samples(module_db[kind], kind, True, False)):
         construct, forward = sample.constructor_input, sample.forward_input
@@ -92,7 +93,7 @@ def test_gradients_by_finite_differences(module_db, kind):
                 hx = None if not hx else hx[0] if len(hx) == 1 else hx
                 return tuple(flatten(ours(x, hx)))
 
-            assert torch.autograd.gradcheck(call, args)
+            assert torch.autograd.gradcheck(call, args, fast_mode=fast)
             if backend == "reference" and number < 2:
                 # As torch's own suite, along random directions.
                 assert torch.autograd.gradgradcheck(call, args, fast_mode=True)

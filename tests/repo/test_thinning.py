@@ -56,22 +56,33 @@ def test_values_that_do_not_occur_together_are_not_wanted():
     assert cover(rows, 2) == {0, 1}
 
 
-def test_the_rest_is_slow(tmp_path):
-    (tmp_path / "test_family.py").write_text(FAMILY)
-    (tmp_path / "conftest.py").write_text(
+def fast_tests(folder: Path, one_of_each: bool) -> list[str]:
+    (folder / "test_family.py").write_text(FAMILY)
+    (folder / "conftest.py").write_text(
         "import pytest\n"
         "from tooling import thinning\n"
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_collection_modifyitems(items):\n"
-        "    thinning.mark_rest_slow(items)\n"
+        f"    thinning.mark_rest_slow(items, {one_of_each})\n"
     )
-    options = ["-o", "pythonpath=", "-c", "/dev/null", "--rootdir", tmp_path, "--co", "-q"]
+    options = ["-o", "pythonpath=", "-c", "/dev/null", "--rootdir", folder, "--co", "-q"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", "not slow", tmp_path],
+        [sys.executable, "-m", "pytest", *options, "-m", "not slow", folder],
         capture_output=True, text=True, cwd=ROOT / "scripts",
     )  # fmt: skip
     names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
-    assert sum(name.startswith("test_each") for name in names) == 3, done.stdout
+    assert names, done.stdout
+    return names
+
+
+def test_one_of_each_family(tmp_path):
+    names = [name.partition("[")[0] for name in fast_tests(tmp_path, True)]
+    assert names == ["test_each", "test_pairs", "test_whole"]
+
+
+def test_the_rest_is_slow(tmp_path):
+    names = fast_tests(tmp_path, False)
+    assert sum(name.startswith("test_each") for name in names) == 3, names
     for values in ("exp", "sigmoid", "1-gate0", "2-gate1", "2-gate2", "-a]", "-b]", "-c]"):
         assert any("test_each" in name and values in name for name in names), values
     pairs = {name for name in names if name.startswith("test_pairs")}

@@ -29,6 +29,7 @@ def train(folder: Path, *options: object, launch: tuple = (), **variables: str):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_card_and_a_curve_and_says_the_time_left(tmp_path):
     write_text(tmp_path / "text")
     write_recipe(tmp_path / "tiny.yaml", **QUICK)

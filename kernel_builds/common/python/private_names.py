@@ -119,6 +119,23 @@ set_frame_callback: Any = find("torch._C._dynamo.eval_frame.set_eval_frame", _PI
 if frame_callback is None or set_frame_callback is None:
     frame_callback = lambda: None
 
+_frames = [
+    find(
+        f"torch._C._dynamo.eval_frame.{name}",
+        "torch.compile compiles each cell of a loop that it cannot compile",
+    )
+    for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+]
+
+
+def leave_frames(function: Any) -> None:
+    """Lets torch.compile run the calls of a function, and all that they call, without compiling them.
+    Where a compiled function calls it, it becomes a part of that graph as before."""
+    set_strategy, strategy, action = _frames
+    if None not in _frames:
+        set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+
+
 # Without it, flags of torch.backends cannot be set for a while in a process that has frozen them.
 may_set_flags: Any = find(
     "torch.backends.__allow_nonbracketed_mutation",

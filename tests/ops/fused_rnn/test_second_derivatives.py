@@ -70,8 +70,9 @@ def test_they_are_the_references(fused_rnn, name, case, dtype):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels on CUDA have no fp64")
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CELLS)
-def test_gradgradcheck(fused_rnn, name):
+def test_gradgradcheck(fused_rnn, name, fast):
     spec = CELLS[name]
     call = make(spec, Case(2, 3, 2, 3, ("state",)), torch.float64)
     carried = spec.states - spec.detached_states
@@ -84,7 +85,7 @@ def test_gradgradcheck(fused_rnn, name):
     inputs = [call["x"], call["weight"], call["bias"], *call["state"][:carried]]
     if others:
         inputs[-1] = inputs[-1] + 0.5  # n, which is not continuous at 0
-    assert torch.autograd.gradgradcheck(run, [t.requires_grad_() for t in inputs])
+    assert torch.autograd.gradgradcheck(run, [t.requires_grad_() for t in inputs], fast_mode=fast)
 
 
 @pytest.mark.parametrize("name", CELLS)

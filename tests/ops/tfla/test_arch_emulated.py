@@ -34,7 +34,7 @@ HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no ov
 
 @pytest.fixture(scope="session")
 def tfla_turing():
-    """The same sources, compiled for Turing."""
+    """The same sources, compiled for Turing, which takes more than a minute: its tests are slow."""
     from kernels import get_local_kernel
 
     home = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell").resolve()
@@ -48,6 +48,7 @@ def test_hopper_runs_code_without_wgmma(tfla, order, cell, case, code):  # noqa:
     check_case(tfla, order, cell, case, torch.bfloat16, device=f"arch=90 code={code}")
 
 
+@pytest.mark.slow
 @pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 @pytest.mark.parametrize("case", [*FAST[::3], *TILES], ids=str)
@@ -57,12 +58,14 @@ def test_turing(tfla_turing, order, cell, case, dtype):  # noqa: F811
     check_case(tfla_turing, order, cell, case, dtype, device=TURING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 def test_a_step_on_turing(tfla_turing, order, cell, dtype):  # noqa: F811
     order(TURING)
     tests.test_step(tfla_turing, cell, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", TURINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), LINEARS, ids=str)
@@ -70,6 +73,7 @@ def test_linear_steps_on_turing(tfla_turing, order, dtype, B, K, rows, machine):
     test_linear_emulated.test_linear_step(tfla_turing, order, dtype, B, K, rows, machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", TURINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -78,12 +82,14 @@ def test_eight_bits_on_turing(tfla_turing, order, eight, dtype, machine):  # noq
     test_linear_emulated.test_eight_bits(tfla_turing, order, *case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", TURINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_int4_on_turing(tfla_turing, order, dtype, machine):  # noqa: F811
     test_linear_emulated.test_int4(tfla_turing, order, dtype, 9, 1088, [40], machine)
 
 
+@pytest.mark.slow
 def test_code_for_turing_on_hopper(tfla_turing, order, cell):  # noqa: F811
     """It uses no more than Turing's 64 KB, and keeps no states of chunks longer than fit there."""
     order("arch=90 code=75")

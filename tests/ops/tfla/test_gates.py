@@ -72,7 +72,7 @@ def check_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
         assert error(got, want) < allowed, name
 
 
-@pytest.mark.thin(pairs=True)
+@pytest.mark.thin
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", [3.0, 6.0, 12.0, 20.0])
 @pytest.mark.parametrize("T", [40, 419])
@@ -83,6 +83,7 @@ def test_forget_gates_of_both_signs(tfla, cell, T, gate, dtype):
     check(tfla, cell, T, gate, dtype)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("mean", [-0.9, 0.5, 3.0])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_forget_gates_that_are_half_open(tfla, cell, mean):
@@ -99,7 +100,7 @@ def check_half_open(tfla, cell, mean, **options):
 MASKS = [("reset",), ("hold",), ("reset", "hold"), ("cu_seqlens",)]
 
 
-@pytest.mark.thin(pairs=True)
+@pytest.mark.thin
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("masks", MASKS, ids=str)
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -15,7 +15,7 @@ from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
 PATHS = [(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "arch=80")]  # "": with wgmma
 
 
-@pytest.mark.thin(pairs=True)
+@pytest.mark.thin
 @pytest.mark.parametrize("path", PATHS, ids=str)
 @pytest.mark.parametrize(("size", "gate"), [(64, 12.0), (128, 6.0), (256, 12.0), (256, 20.0)])
 @pytest.mark.parametrize("cell", tests.CELLS, ids=str)
@@ -25,6 +25,7 @@ def test_forget_gates_of_both_signs(tfla, order, cell, size, gate, path):  # noq
     tests.check(tfla, cell, 301, gate, dtype, backend="cpu", chunk_size=size)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("mean", [-0.9, 0.5])
 @pytest.mark.parametrize("cell", tests.CELLS, ids=str)
 def test_forget_gates_that_are_half_open(tfla, order, cell, mean):  # noqa: F811
@@ -32,7 +33,7 @@ def test_forget_gates_that_are_half_open(tfla, order, cell, mean):  # noqa: F811
     tests.check_half_open(tfla, cell, mean, backend="cpu", chunk_size=128)
 
 
-@pytest.mark.thin(pairs=True)
+@pytest.mark.thin
 @pytest.mark.parametrize("masks", tests.MASKS, ids=str)
 @pytest.mark.parametrize("path", PATHS, ids=str)
 @pytest.mark.parametrize("cell", tests.CELLS, ids=str)

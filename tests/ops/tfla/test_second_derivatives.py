@@ -74,11 +74,12 @@ def test_they_are_the_references(tfla, gate, masks):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernel on CUDA has no fp64")
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
-def test_gradgradcheck(tfla, gate):
+def test_gradgradcheck(tfla, gate, fast):
     torch.manual_seed(0)
     run = call(tfla, gate, DEVICE)
     only_h = lambda *given: run(*given)[
         0
     ]  # with the exponential gate, gradients of C are at fixed m
-    assert torch.autograd.gradgradcheck(only_h if gate == "exp" else run, inputs())
+    assert torch.autograd.gradgradcheck(only_h if gate == "exp" else run, inputs(), fast_mode=fast)

@@ -20,6 +20,7 @@ from .packed import Layout, describe
 from .padding import pad_heads, padded_width
 from .plain import (
     as_tuple,
+    cell_of,
     compute_dtype,
     is_plain,
     precision,
@@ -53,10 +54,10 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
     if not batched:
         input = input.unsqueeze(1 - time)
         if hx is not None:
-            pair = module.mode == "LSTM"
+            pair = cell_of(module) == "lstm"
             hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1)) if pair else hx.unsqueeze(1)
     _check_sizes(module, input, hx, None)
-    _check_pair(module.mode.lower(), hx)
+    _check_pair(cell_of(module), hx)
     if input.shape[time] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     weights = _parameters(module)
@@ -76,10 +77,8 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
     data, batch_sizes, sorted_indices, unsorted_indices = input
     if hx is not None:
         hx = module.permute_hidden(hx, sorted_indices)  # takes the first two of what it gets
-    _check_pair(module.mode.lower(), hx)
-    if (
-        module.mode == "LSTM"
-    ):  # torch.nn's forward checks nothing here, and leaves the rest to its products
+    _check_pair(cell_of(module), hx)
+    if cell_of(module) == "lstm":  # torch.nn's forward leaves these checks to its products
         _check_tensors(data, hx, first_weight(module))
     _check_sizes(module, data, hx, batch_sizes)
     weights = _parameters(module)
@@ -101,7 +100,7 @@ def _run(
     ...]."""
     dtype, without_autocast = _autocast(x)
     with without_autocast:
-        cell, options = module.mode.lower(), {"precision": precision(x)}
+        cell, options = cell_of(module), {"precision": precision(x)}
         engine = Engine(kernel, cell, layout, options, module.hidden_size)
         N, spec = 2 if module.bidirectional else 1, kernel.CELLS[cell]
         each = len(weights) // (N * module.num_layers)  # parameters of a head
@@ -155,24 +154,23 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
             pair = cell == "lstm"
             hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
     _check_pair(cell, hx)
-    _check_cell_sizes(module, input, as_tuple(hx))
+    _check_cell_sizes(module, weights, input, as_tuple(hx))
     _check_tensors(input, hx, weights[0])
     states = as_tuple(hx)
     last = run_plain_cell(kernel, cell, input, states, weights)
     if last is None:
-        last = _run_cell(module, kernel, cell, input, states, weights)
+        last = _run_cell(kernel, cell, input, states, weights)
     last = last if batched else tuple(s.squeeze(0) for s in last)
     return last if len(last) > 1 else last[0]
 
 
 def _run_cell(
-    module: Any, kernel: Any, cell: str, input: Tensor, states: tuple[Tensor, ...],
-    parameters: list[Tensor],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    kernel: Any, cell: str, input: Tensor, states: tuple[Tensor, ...], parameters: list[Tensor]
+) -> tuple[Tensor, ...]:
     """Does what run_plain_cell does, by ops that traces and transforms follow."""
     dtype, without_autocast = _autocast(input)
     with without_autocast:
-        engine = Engine(kernel, cell, Layout(), {}, module.hidden_size)
+        engine = Engine(kernel, cell, Layout(), {}, parameters[1].shape[1])
         heads = make_heads(kernel.CELLS[cell], [parameters], len(parameters) > 2)
         gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)
         state = tuple(s.unsqueeze(1) for s in states) if states else None
@@ -199,12 +197,12 @@ def _each(hx: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _check_sequence_dimensions(module: Any, input: Tensor, hx: Any) -> None:
     wanted = input.dim()
     if wanted not in (2, 3):
-        kind, _, elman = module.mode.partition("_")
+        kind, _, elman = cell_of(module).partition("_")
         had = f"{wanted}D tensor" if elman else f"{wanted}D"
-        raise ValueError(f"{kind}: Expected input to be 2D or 3D, got {had} instead")
+        raise ValueError(f"{kind.upper()}: Expected input to be 2D or 3D, got {had} instead")
     if hx is None:
         return
-    found = [s.dim() for s in ((hx[0], hx[1]) if module.mode == "LSTM" else (hx,))]
+    found = [s.dim() for s in ((hx[0], hx[1]) if cell_of(module) == "lstm" else (hx,))]
     if any(dim != wanted for dim in found):
         batched = "batched" if wanted == 3 else "unbatched"
         names, had = "hx", f"{found[0]}-D tensor"
@@ -244,11 +242,17 @@ def _check_cell_dimensions(kind: str, input: Tensor, hx: Any) -> None:
             raise ValueError(f"{kind}: Expected {name} to be 1D or 2D, {had}")
 
 
-def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) -> None:
-    B, I = input.shape
-    if module.input_size != I:
-        had = f"got {I} expected {module.input_size}"
-        raise RuntimeError(f"input has inconsistent input_size: {had}")
+def _check_cell_sizes(
+    module: Any, weights: list[Tensor], input: Tensor, states: tuple[Tensor, ...]
+) -> None:
+    """Checks the sizes of a cell's call. The weights count, as somebody may have set other ones; only
+    torch.nn's zeros for a state that is not given have the module's hidden_size."""
+    (B, I), (_, wanted), (_, D) = input.shape, weights[0].shape, weights[1].shape
+    if wanted != I:
+        raise RuntimeError(f"input has inconsistent input_size: got {I} expected {wanted}")
+    if not states and module.hidden_size != D:
+        had = f"got {module.hidden_size}, expected {D}"
+        raise RuntimeError(f"hidden0 has inconsistent hidden_size: {had}")
     for k, s in enumerate(states):
         if s.dim() != 2:
             had = f"(batch x hidden_size), but got {s.dim()}D tensor"
@@ -256,8 +260,8 @@ def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) ->
         if s.shape[0] != B:
             had = f"doesn't match hidden{k} batch size {s.shape[0]}"
             raise RuntimeError(f"Input batch size {B} {had}")
-        if s.shape[1] != module.hidden_size:
-            had = f"got {s.shape[1]}, expected {module.hidden_size}"
+        if s.shape[1] != D:
+            had = f"got {s.shape[1]}, expected {D}"
             raise RuntimeError(f"hidden{k} has inconsistent hidden_size: {had}")
 
 

@@ -77,6 +77,8 @@ class _Layers(EagerFunction):
         ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any
     ) -> Any:
         state, weights = tensors[:K], tensors[K:]
+        if x.is_inference():  # autograd saves no tensor of inference_mode
+            x = x.clone()
         has_chunks = x.is_cuda and x.dim() == 3
         chunk = chunk_of(layer_ops.cell, x, weights, options, True) if has_chunks else 0
         with BelowAutograd():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
@@ -54,23 +54,27 @@ def _fits(x: Tensor, dtype: torch.dtype, states: tuple[Tensor, ...], weights: li
 def run_ordinary_cell(
     module: Any, kernel: Any, cell: str, x: Tensor, hx: Any, weights: list[Tensor]
 ) -> Any:
-    """Runs the call of a cell that has a batch, passes all checks and needs no conversion; returns h'
-    or (h', c'), and None for other calls. torch.compile must not be at work. Nothing is asked twice,
+    """Runs the call of a cell that passes all checks and needs no conversion; returns h' or (h', c'),
+    and None for other calls. torch.compile must not be at work. Nothing is asked twice,
     because the host limits the speed of one step."""
     pair = cell == "lstm"
     states = _as_states(hx, pair)
-    if states is None or not _are_ordinary(kernel.BACKEND, x, states, weights) or x.dim() != 2:
+    if states is None or not _are_ordinary(kernel.BACKEND, x, states, weights):
         return None
-    B, I = x.shape
-    size = B, module.hidden_size
-    if module.input_size != I:
+    D, I = weights[1].shape[1], weights[0].shape[1]
+    size = (*x.shape[:-1], D)
+    if x.dim() not in (1, 2) or x.shape[-1] != I or (not states and module.hidden_size != D):
         return None
     for s in states:
         if s.shape != size:
             return None
     # torch.nn's cells are products of torch, and follow their setting.
     tf32 = x.dtype is torch.float32 and x.is_cuda and product_precision() == "tf32"
-    return kernel.run_step(cell, x, states, weights, tf32)
+    if x.dim() == 2:
+        return kernel.run_step(cell, x, states, weights, tf32)
+    states = tuple(s.unsqueeze(0) for s in states)
+    found = kernel.run_step(cell, x.unsqueeze(0), states, weights, tf32)
+    return tuple(s.squeeze(0) for s in found) if pair else found.squeeze(0)
 
 
 def _as_states(hx: Any, pair: bool) -> tuple[Any, ...] | None:
@@ -128,7 +132,8 @@ def run_ordinary_sequence(module: Any, kernel: Any, input: Any, hx: Any) -> Any:
     x = input.data if packed else input
     if weights is None or type(x) is not Tensor or x.dim() != (2 if packed else 3):
         return None
-    states = _as_states(hx, module.mode == "LSTM")
+    cell = cell_of(module)
+    states = _as_states(hx, cell == "lstm")
     if states is None or not _are_ordinary(kernel.BACKEND, x, states, weights):
         return None
     batch_sizes: Any = ()
@@ -148,11 +153,19 @@ def run_ordinary_sequence(module: Any, kernel: Any, input: Any, hx: Any) -> Any:
         module.check_input(x, None)
     weights = used_weights(module, weights)
     tf32 = x.dtype is torch.float32 and x.is_cuda and recurrent_precision() == "tf32"
-    y, last = _run_layers(module, kernel, x, states, weights, batch_sizes, tf32, True)
+    y, last = _run_layers(module, kernel, cell, x, states, weights, batch_sizes, tf32, True)
     if not packed:
         return y, last
     output = PackedSequence(y, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
     return output, module.permute_hidden(last, input.unsorted_indices)
+
+
+def cell_of(module: Any) -> str:
+    """Returns the name in CELLS of the cell of a torch.nn.LSTM, GRU or RNN. A user's LSTM or GRU may have
+    a `mode` with another meaning."""
+    if isinstance(module, nn.LSTM):
+        return "lstm"
+    return "gru" if isinstance(module, nn.GRU) else module.mode.lower()
 
 
 def used_weights(module: Any, weights: list[Tensor]) -> list[Tensor]:
@@ -174,12 +187,12 @@ def run_plain(
     dtype = compute_dtype(x)
     tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
-    return _run_layers(module, kernel, x, as_tuple(hx), weights, batch_sizes, tf32)
+    return _run_layers(module, kernel, cell_of(module), x, as_tuple(hx), weights, batch_sizes, tf32)
 
 
 def _run_layers(
-    module: Any, kernel: Any, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor],
-    batch_sizes: Any, tf32: bool, eager: bool = False,
+    module: Any, kernel: Any, cell: str, x: Tensor, states: tuple[Tensor, ...],
+    weights: list[Tensor], batch_sizes: Any, tf32: bool, eager: bool = False,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     directions, width = 2 if module.bidirectional else 1, module.hidden_size
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
@@ -193,7 +206,7 @@ def _run_layers(
         batch_sizes, module.bias, module.proj_size > 0, directions, module.batch_first, width,
         dropout, tf32,
     )  # fmt: skip
-    y, last = kernel.run_layers(module.mode.lower(), x, states, weights, options, eager)
+    y, last = kernel.run_layers(cell, x, states, weights, options, eager)
     return y, tuple(last) if len(last) > 1 else last[0]
 
 
