@@ -203,9 +203,8 @@ def test_tune_writes_a_table(run, results, tmp_path, monkeypatch, capsys):
     assert "held-out calls" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("units", "shared"), [(132, True), pytest.param(66, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("units", "shared"), [(132, True), (66, False)])
 def test_tune_shares_the_calls_of_devices_that_are_alike(run, results, tmp_path, units, shared):
     other, path = tmp_path / "other.csv", tmp_path / "tuned.json"
     other.write_text(results.read_text().replace("GPU,90,132", f"another,90,{units}"))

@@ -59,7 +59,14 @@ def test_providers_have_the_same_tokens_and_nearly_the_same_weights():
         assert settings[0] == settings[1]
 
 
-@pytest.mark.parametrize("name", ["lstm_165m", "flash_gru_7b_layer", "flash_mlstm_400m"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("lstm_165m", marks=pytest.mark.slow),
+        "flash_gru_7b_layer",
+        pytest.param("flash_mlstm_400m", marks=pytest.mark.slow),
+    ],
+)
 def test_both_providers_are_measured_kept_and_compared(small, tmp_path, monkeypatch, capsys, name):
     limits = {0.0: False, float("inf"): True}
     for limit, within in limits.items():

@@ -102,7 +102,11 @@ def generated_alone(repos: Path, home: Path, missing: tuple) -> dict[str, list]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("missing", [(), ("kernels",)], ids=["kernels here", "kernels missing"])
+@pytest.mark.parametrize(
+    "missing",
+    [(), pytest.param(("kernels",), marks=pytest.mark.slow)],
+    ids=["kernels here", "kernels missing"],
+)
 def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
