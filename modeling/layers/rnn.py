@@ -29,8 +29,10 @@ autograd has one node for all results of a call, as for cuDNN's: a hook of a res
 not use gets None, and an LSTMCell's h' does not depend on the tensor c'; an infinite or NaN weight of
 h does not show in a first step without an initial state; there is no torch.jit.script (an error says
 so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or nn.RNN, these too;
-with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True. torch.export takes them
-as they are, and torch.onnx.export writes ONNX's own operators (onnx_export.py).
+with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True. A cell in a loop that
+torch.compile leaves out of its graph is compiled on its own, which takes seconds; torch.nn's is not.
+torch.export takes all of them as they are, and torch.onnx.export writes ONNX's own operators
+(onnx_export.py).
 """
 
 from typing import Any
@@ -46,11 +48,7 @@ from ..choice.overrides import overrides_torch
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
-from ..kernels.fused_rnn.private_names import (
-    frame_callback,
-    leave_frames,
-    set_frame_callback,
-)
+from ..kernels.fused_rnn.private_names import frame_callback, set_frame_callback
 from .onnx_export import export_sequence, is_onnx_export
 
 
@@ -206,11 +204,6 @@ class _Cell(_StandIn, RNNCellBase):
         if kernel is None:
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)
-
-
-# torch.compile compiles cells that are part of a graph, and runs others as they are, such as those of
-# a loop that it cannot compile. It does so with torch.nn's cells.
-leave_frames(_Cell.forward)
 
 
 class LSTMCell(_Cell, nn.LSTMCell):

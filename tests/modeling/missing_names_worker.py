@@ -99,8 +99,6 @@ def cases() -> dict:
             "_C._functorch.get_interpreter_stack",
             "_C._functorch.is_batchedtensor",
             "_C._functorch.is_legacy_batchedtensor",
-            "_C._dynamo.eval_frame._FrameAction",
-            "_C._dynamo.eval_frame._FrameExecStrategy",
             "_C._dynamo.guards.GlobalStateGuard",
             "_C._dynamo.guards.TensorGuards",
             "_C._dynamo.guards.dict_version",

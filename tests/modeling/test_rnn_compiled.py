@@ -69,32 +69,3 @@ def test_a_cell_is_a_part_of_the_graph(kind):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for ours, want in zip(got, run(x), strict=True):
         assert_bitwise("output", ours.detach(), want.detach())
-
-
-class Loop(nn.Module):
-    """Torch.compile does not compile it: its graph would break inside the loop."""
-
-    def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x):
-        state = None
-        for step in x:
-            state = self.cell(step, state)
-            if flatten(state)[0].sum() > 1000:
-                break
-        return flatten(state)[0]
-
-
-@pytest.mark.parametrize("kind", CELLS)
-def test_a_cell_outside_the_graph_is_left_alone(kind):
-    """As torch.nn's are: else every module with a cell would be compiled again for each of them."""
-    for cell in make_twins(kind, 6, 8):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        model, x = Loop(cell), torch.randn(5, 4, 6)
-        got = torch.compile(model, backend="aot_eager")(x)
-        got.sum().backward()
-        assert "unique_graphs" not in torch._dynamo.utils.counters["stats"]
-        assert_bitwise("output", got.detach(), model(x).detach())

@@ -182,8 +182,7 @@ def test_compiled_gradients_are_separate(fused_rnn, kind, compiler):
     module = getattr(flashcell, kind)(WIDTH, HIDDEN)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(allow_rnn=True):
-        run = lambda *given: module(*given)
-        compiled = torch.compile(run, fullgraph=True, backend=compiler)
+        compiled = torch.compile(module, fullgraph=True, backend=compiler)
         assert_separate(differentiate(module, torch.float32, compiled))
 
 

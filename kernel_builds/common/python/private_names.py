@@ -119,19 +119,6 @@ set_frame_callback: Any = find("torch._C._dynamo.eval_frame.set_eval_frame", _PI
 if frame_callback is None or set_frame_callback is None:
     frame_callback = lambda: None
 
-_ALONE = "torch.compile compiles every cell that is not a part of a graph as a graph of its own"
-_set_strategy: Any = find("torch._C._dynamo.eval_frame.set_code_exec_strategy", _ALONE)
-_strategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy", _ALONE)
-_action: Any = find("torch._C._dynamo.eval_frame._FrameAction", _ALONE)
-
-
-def leave_frames(function: Any) -> None:
-    """Lets torch.compile run the calls of a function, and all that they call, without compiling them.
-    Where a compiled function calls it, it becomes a part of that graph as before."""
-    if _set_strategy and _strategy and _action:
-        _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
-
-
 # Without it, flags of torch.backends cannot be set for a while in a process that has frozen them.
 may_set_flags: Any = find(
     "torch.backends.__allow_nonbracketed_mutation",
