@@ -22,7 +22,7 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 CHECKS = ("check_forward_args", "check_hidden_size", "get_expected_hidden_size")
 FORWARD = ("forward", "permute_hidden", "all_weights", *CHECKS)
 
-# What torch.nn's classes have: somebody may put another function in its place.
+# What torch.nn's classes had when this module was imported, by which a later change of them is noticed.
 SHIPPED = {(kind, name): getattr(kind, name, None) for kind in REPLACEMENTS for name in FORWARD}
 
 KEPT = "_accelerated"  # what `change_module` has replaced: names and values, "__class__" among them

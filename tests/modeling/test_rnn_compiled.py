@@ -1,4 +1,4 @@
-"""Tests the stand-ins under torch.compile: what becomes a part of a graph, and what is left alone."""
+"""Tests the stand-ins under torch.compile: modules in one graph, and modules that a graph breaks at."""
 
 import warnings
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import flashcell
+from cases import DEVICE
 from numerics import assert_bitwise
 from torch_twins import (
     CELLS,
@@ -17,6 +18,8 @@ from torch_twins import (
     make_inputs,
     make_twins,
 )
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
 
 COMPILED = [
     {},
