@@ -40,20 +40,20 @@ class Build:
         environment = {**os.environ, **variables, "BUILD_OF_A_TEST": self.mark}
         self.process = subprocess.Popen(command, env=environment, **pipes)
 
-    def programs(self) -> list[int]:
-        """Returns the processes of the build, and of earlier ones of the same project."""
-        wanted, found = f"BUILD_OF_A_TEST={self.mark}".encode(), []
-        for pid in os.listdir("/proc"):
+    def programs(self) -> dict[int, str]:
+        """Returns the processes of the build, and of earlier ones of the same project, by name."""
+        wanted, found = f"BUILD_OF_A_TEST={self.mark}".encode(), {}
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            folder = Path("/proc", pid)
             try:
-                if pid.isdecimal() and wanted in Path("/proc", pid, "environ").read_bytes():
-                    found.append(int(pid))
+                if wanted in (folder / "environ").read_bytes():
+                    found[int(pid)] = (folder / "comm").read_text().strip()
             except OSError:  # it has ended, or is somebody else's
                 continue
         return found
 
     def ninja(self) -> int:
-        names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in self.programs()}
-        return next(pid for pid, name in names.items() if name == "ninja")
+        return next(pid for pid, name in self.programs().items() if name == "ninja")
 
     def wait_for_end_of_programs(self, seconds: float = 10) -> None:
         deadline = time.monotonic() + seconds

@@ -1,6 +1,8 @@
 """Runs `flashcell serve --ray` as a process, and looks at the processes below it."""
 
+import contextlib
 import json
+import os
 import re
 import threading
 import time
@@ -101,8 +103,22 @@ class Replicated(Served):
         return text, error
 
 
+def open_files(pid: int) -> set[str]:
+    """Returns what a process has open; of one that has ended, nothing."""
+    names = set()
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                names.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return names
+
+
 def commands(pids) -> list[str]:
-    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
+    lines = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+    return lines
 
 
 def wait_gone(pids, seconds: float = 20) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from replicated import LONG, Replicated, descendants, wait_gone
+from replicated import LONG, Replicated, descendants, open_files, wait_gone
 from served import NAME
 
 pytest.importorskip("ray.serve", reason='replicas need pip install "flashcell[ray]"')
@@ -86,12 +86,8 @@ def test_the_door_is_the_same(replicated):
 
 def test_ray_listens_on_this_machine_alone(replicated):
     """No process of the server listens on an address that another machine reaches."""
-    sockets = {
-        os.readlink(file)
-        for pid in (*descendants(replicated.process.pid), replicated.process.pid)
-        for file in Path(f"/proc/{pid}/fd").glob("*")
-        if file.is_symlink() and os.path.lexists(file)
-    }
+    pids = (*descendants(replicated.process.pid), replicated.process.pid)
+    sockets = {name for pid in pids for name in open_files(pid)}
     open_to = [
         fields[1]
         for table in ("tcp", "tcp6")
