@@ -80,7 +80,7 @@ def test_wrong_arguments_are_named(what):
     call = {"cell": cell, "x": torch.zeros(2, 3, 2, D), "h0": torch.zeros(2, D)}
     with pytest.raises(error, match=message):
         kernel.solve(**{**call, "params": (torch.ones(2, D),), **changed})
-    with pytest.raises(TypeError, match="option 'modus', but must be one of"):
+    with pytest.raises(TypeError, match="an option is 'modus', but must be one of"):
         kernel.ParallelRNN(cell, (D,), modus="scan")
     with pytest.raises(ValueError, match="state_shape is 4, but must be a tuple of ints"):
         kernel.ParallelRNN(cell, D)

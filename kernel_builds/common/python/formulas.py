@@ -186,8 +186,15 @@ def views_of(inputs: Sequence[Any]) -> List[Any]:
 
     A gradient by views stops there. By the tensors themselves, one that another depends on, or that is
     given twice, would get the other's gradient too."""
-    recorded = lambda t: isinstance(t, torch.Tensor) and t.requires_grad
-    return [t.view_as(t) if recorded(t) else t for t in inputs]
+
+    def view(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or not t.requires_grad:
+            return t
+        v = t.view_as(t)
+        # A tensor that torch.func.vjp has left says that it needs a gradient, but its view does not.
+        return v if v.requires_grad else v.detach().requires_grad_()
+
+    return list(map(view, inputs))
 
 
 def gradients_by(

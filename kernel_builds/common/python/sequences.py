@@ -8,6 +8,11 @@ import torch
 from .formulas import is_eager
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of states and sums of inputs in `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Lowered(NamedTuple):
     """A batch of sequences that needs no masks other than reset and hold."""
 
@@ -55,12 +60,22 @@ def stack_states(states) -> torch.Tensor:
     first = states[0]
     if len(states) == 1:
         return first.unsqueeze(0)
-    if is_eager() and not any(s.requires_grad for s in states):
-        follows = [
-            s.is_contiguous() and s.data_ptr() == first.data_ptr() + k * first.numel() * 4
-            for k, s in enumerate(states)
-        ]
-        same = [s.untyped_storage().data_ptr() for s in states]
-        if all(follows) and first.element_size() == 4 and len(set(same)) == 1:
-            return first.as_strided((len(states), *first.shape), (first.numel(), *first.stride()))
+    if is_eager() and not any(s.requires_grad for s in states) and _follow_each_other(states):
+        return first.as_strided((len(states), *first.shape), (first.numel(), *first.stride()))
     return torch.stack(states)
+
+
+def _follow_each_other(states) -> bool:
+    """Whether the states lie behind each other in one storage, in fp32."""
+    first = states[0]
+    try:
+        begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+        return first.element_size() == 4 and all(
+            s.is_contiguous()
+            and s.data_ptr() == begin + k * first.numel() * 4
+            and s.untyped_storage().data_ptr() == storage
+            and not s.is_neg()
+            for k, s in enumerate(states)
+        )
+    except RuntimeError:  # a fake tensor has no address
+        return False

@@ -8,18 +8,20 @@
 namespace flashcell {
 
 #if !defined(CUDA_KERNEL)
-// Whether all rows [H, width] of held steps in x [B, T, H, width] are finite; x's last stride is 1.
+// Whether all rows [H, width] of held steps in x [B, T, H, width] are below 2^32 (fp64: 2^256;
+// fp16: finite), so that no product overflows; x's last stride is 1. `least` is the exponent of the
+// least number that is not.
 template <typename Bits>
-bool has_finite_held(const Tensor& x, const uint8_t* hold, Bits exponent) {
+bool has_small_held(const Tensor& x, const uint8_t* hold, Bits exponent, Bits least) {
   const Bits* data = static_cast<const Bits*>(x.const_data_ptr());
   const int64_t T = x.size(1), H = x.size(2), width = x.size(3);
   for (int64_t row = 0; row < x.size(0) * T; ++row) {
     if (!hold[row]) continue;
     for (int64_t h = 0; h < H; ++h) {
       const Bits* from = data + row / T * x.stride(0) + row % T * x.stride(1) + h * x.stride(2);
-      bool is_finite = true;
-      for (int64_t i = 0; i < width; ++i) is_finite &= (from[i] & exponent) != exponent;
-      if (!is_finite) return false;
+      bool is_small = true;
+      for (int64_t i = 0; i < width; ++i) is_small &= (from[i] & exponent) < least;
+      if (!is_small) return false;
     }
   }
   return true;
@@ -29,13 +31,13 @@ inline bool may_be_read(const Tensor& x, const Tensor& hold) {
   const auto* held = static_cast<const uint8_t*>(hold.const_data_ptr());
   switch (x.scalar_type()) {
     case ScalarType::Double:
-      return has_finite_held<uint64_t>(x, held, 0x7ff0000000000000);
+      return has_small_held<uint64_t>(x, held, 0x7ff0000000000000, 0x4ff0000000000000);
     case ScalarType::Float:
-      return has_finite_held<uint32_t>(x, held, 0x7f800000);
+      return has_small_held<uint32_t>(x, held, 0x7f800000, 0x4f800000);
     case ScalarType::BFloat16:
-      return has_finite_held<uint16_t>(x, held, 0x7f80);
+      return has_small_held<uint16_t>(x, held, 0x7f80, 0x4f80);
     default:
-      return has_finite_held<uint16_t>(x, held, 0x7c00);
+      return has_small_held<uint16_t>(x, held, 0x7c00, 0x7c00);
   }
 }
 #else

@@ -190,3 +190,19 @@ def test_the_bound_is_in_the_dtype_of_the_sums(diagonal_rnn):
     whole = u.permute(1, 2, 0, 3).flatten(2) + bias
     last, _ = reference.flash_gru_step(whole, a.clamp(-1.3, 1.3), (before,), backend="reference")
     assert (y - (last + skip * x) * silu(gate)).abs().max() < 1e-13
+
+
+def test_autocast_changes_nothing(diagonal_rnn):
+    B, D = 2, 8
+    x, gate, weight = torch.randn(B, D), torch.randn(B, D), torch.randn(2, 3, 4, 4)
+    rows, skip = (torch.randn(3, D),), torch.randn(D)
+    taps, window = torch.randn(D, 3), torch.randn(B, 2, D)
+
+    def run():
+        state = (torch.zeros(B, D),)
+        y = diagonal_rnn.mixer_step("flash_gru", x, weight, None, rows, state, skip, gate)
+        return y, diagonal_rnn.conv_step(x, taps, None, window.clone())
+
+    usual = run()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.testing.assert_close(run(), usual, rtol=0, atol=0)

@@ -101,3 +101,14 @@ def test_it_warns(diagonal_rnn):
     function, inputs = next(calls(diagonal_rnn, DEVICE))
     with pytest.warns(RuntimeWarning, match="the reference computes these gradients"):
         torch.autograd.grad(function(*inputs).sum(), inputs, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["linear_scan", "block_scan"])
+def test_a_scan_without_steps(diagonal_rnn, name):
+    shape = (2, 0, 4, 3) if name == "block_scan" else (2, 0, 4)
+    a = torch.randn(*shape, *shape[3:], requires_grad=True)
+    b, h0 = torch.randn(shape, requires_grad=True), torch.randn(2, *shape[2:], requires_grad=True)
+    h = getattr(diagonal_rnn, name)(a, b, h0)
+    found = torch.autograd.grad(h.sum(), (a, b, h0), create_graph=True)
+    assert [d.shape for d in found] == [t.shape for t in (a, b, h0)]
+    assert not found[2].any()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from cases import DEVICE
 from flashcell.kernels import diagonal_rnn as reference
@@ -87,3 +88,61 @@ def test_a_jacobian_that_is_no_tensor_is_refused(diagonal_rnn, wrong):
             lambda h, x: torch.tanh(h + x), torch.randn(2, 4, 3), state_shape=(3,),
             structure="diagonal", jacobian_fn=lambda h, x: wrong,
         )  # fmt: skip
+
+
+def test_units_that_see_each_other_where_nothing_was_tried(diagonal_rnn):
+    """The Jacobian is diagonal at the rows that are tried first, and not at the solution."""
+
+    def cell(h, x, w):
+        return torch.tanh(w * h + torch.relu(h.flip(-1) - 0.5) + x)
+
+    x = (torch.rand(2, 40, 3, dtype=torch.float64) * 0.4).requires_grad_()
+    w = torch.full((3,), 0.9, dtype=torch.float64, requires_grad=True)
+    call = {"params": (w,), "state_shape": (3,)}
+    gradients = lambda h: torch.autograd.grad(h.square().sum(), (x, w))
+    h, _, info = diagonal_rnn.solve(cell, x, **call, return_info=True)
+    wanted, _ = diagonal_rnn.solve(cell, x, **call, mode="sequential")
+    assert info.structure == "dense"
+    torch.testing.assert_close(gradients(h), gradients(wanted))
+    with pytest.raises(ValueError, match="structure is 'diagonal', but the cell's Jacobian is not"):
+        diagonal_rnn.solve(cell, x, **call, structure="diagonal")
+
+
+def gate(h, x):
+    return torch.sigmoid(x) * h + torch.tanh(x)
+
+
+def test_by_transforms_it_is_the_plain_loop(diagonal_rnn):
+    x = torch.randn(2, 9, 3, dtype=torch.float64)
+    solve = lambda x, **options: diagonal_rnn.solve(gate, x, state_shape=(3,), **options)[0]
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(solve(leaf).sum(), leaf)
+    found = torch.func.grad(lambda x: solve(x).sum())(x)
+    torch.testing.assert_close(found, wanted)
+    y, pull = torch.func.vjp(solve, x)
+    torch.testing.assert_close(pull(torch.ones_like(y))[0], wanted)
+    torch.testing.assert_close(torch.func.vmap(solve)(x[None])[0], solve(x))
+    with pytest.raises(NotImplementedError, match="mode is 'torch', but must be 'auto' or"):
+        torch.func.grad(lambda x: solve(x, mode="torch").sum())(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_checkpoints(diagonal_rnn, reentrant):
+    x = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    solve = lambda x: diagonal_rnn.solve(gate, x, state_shape=(3,))[0]
+    h = checkpoint(solve, x, use_reentrant=reentrant)
+    h.sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        by_hooks = solve(x)
+    for result in (solve(x), by_hooks):
+        torch.testing.assert_close(torch.autograd.grad(result.sum(), x)[0], x.grad)
+
+
+def test_results_share_no_memory(diagonal_rnn):
+    x, h0 = torch.randn(2, 5, 3), torch.randn(2, 3)
+    h, last = diagonal_rnn.solve(gate, x, h0)
+    h.zero_()
+    assert last.abs().sum() > 0
+    _, last = diagonal_rnn.solve(gate, x[:, :0], h0)
+    last.zero_()
+    assert h0.abs().sum() > 0

@@ -5,6 +5,7 @@ import torch
 
 from cases import CASES, DEVICE, EMPTY, Case, make, upcast, with_gradients
 from flashcell.kernels import fused_rnn as reference
+from flashcell.kernels.fused_rnn.all_states import scan_back, scan_in_rounds
 from numerics import assert_as_accurate
 from ops.fused_rnn.test_sequence import CELLS, DTYPES, upstream
 
@@ -91,3 +92,42 @@ def test_a_clipped_gradient_of_states_is_refused(fused_rnn):
         c.sum().backward()
     with pytest.raises(TypeError, match=r"return_states is a int, but must be"):
         fused_rnn.lstm(**call, return_states=1)
+
+
+@pytest.mark.parametrize("mask", ["reset", "cu_seqlens"])
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("name", ["lstm", "slstm"])
+def test_nan_stays_in_its_document(fused_rnn, name, where, mask):
+    x, weight = torch.randn(1, 6, 4, 1, 3), torch.randn(4, 1, 3, 3)
+    x[0, 1 if where == "before" else 4, 1] = torch.nan
+    x.requires_grad_()
+    marks = torch.tensor([[0, 0, 0, 1, 0, 0]]).bool()
+    masks = {"reset": marks} if mask == "reset" else {"cu_seqlens": torch.tensor([0, 3, 6])}
+    h, _, states = fused_rnn.recurrent(name, x, weight, **masks, return_states=True)
+    (dx,) = torch.autograd.grad(h.sum() + states[1].sum(), x)
+    clean = slice(3, 6) if where == "before" else slice(0, 3)
+    assert all(s[0, clean].isfinite().all() for s in (*states, dx))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="says nothing about the device")
+def test_scans_stop_at_zero():
+    d, keep = torch.randn(2, 9, 1, 3), torch.rand(2, 9, 1, 3)
+    keep[:, 4], d[0, 6] = 0, torch.nan
+    by_steps = scan_back(d, keep)
+    assert by_steps[0, 4:7].isnan().all()
+    assert by_steps[0, :4].isfinite().all()
+    torch.testing.assert_close(scan_in_rounds(d, keep), by_steps, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["lstm", "slstm"])
+def test_autocast_changes_nothing(fused_rnn, name):
+    x = torch.randn(2, 6, 4, 1, 8, requires_grad=True)
+    weight = torch.randn(4, 1, 8, 8, requires_grad=True)
+
+    def run():
+        h, _, states = fused_rnn.recurrent(name, x, weight, return_states=True)
+        return (h, *states, *torch.autograd.grad(h.sum() + states[1].sum(), (x, weight)))
+
+    usual = run()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.testing.assert_close(run(), usual, rtol=0, atol=0)

@@ -103,12 +103,8 @@ def test_every_field_is_what_the_launch_does(fused_rnn, directly):
 def test_the_plan_of_a_tall_head(fused_rnn):
     """Blocks of 24 units, which the grid engine uses if they allow more groups."""
     plan = fused_rnn.explain_plan("lstm", 1, 768, 64, "bfloat16", "H200")
-    fields = plan.fields
-    assert (plan.engine, fields["forward.members"], fields["forward.chunks_held"]) == (
-        "grid",
-        "32",
-        "2",
-    )
+    found = plan.engine, plan.fields["forward.members"], plan.fields["forward.chunks_held"]
+    assert found == ("grid", "32", "2")
     assert Limit("forward shared memory", 124288, 232448, "bytes") in map(tuple, plan.limits)
     assert "1 heads x 4 groups x 32 thread blocks, 1 launches" in str(plan)
     assert "2 in registers, 1 in shared memory" in str(plan)
@@ -166,8 +162,15 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "1 heads x 1 groups x 130 thread blocks, 1 launches" in str(wide)
     large = explain_plan("lstm", 1, 2048, 2, "float32", 90)  # 64 MB of weights
     assert (large.engine, large.fields["forward.held"]) == ("wide", "768")
-    assert explain_plan("lstm", 1, 2304, 2, "float32", 90).engine == "step"
-    assert explain_plan("lstm", 1, 260, 2, "float32", "B200").engine == "step"
+    for width, S, gpu, steps, refused in (
+        (2304, 2, 90, 16, ("weights and sequences that the thread blocks do not hold", 1, 0, "")),
+        (260, 2, "B200", 16, ("code for other archs than 9.0a", 1, 0, "")),
+        (260, 101, 90, 16, ("sequences of exact fp32", 101, 100, "sequences")),
+        (260, 2, 90, 5, ("steps too few for exact fp32", 3, 0, "steps")),
+        (2048, 2, 90, 15, ("steps too few for exact fp32", 1, 0, "steps")),
+    ):
+        plan = explain_plan("lstm", 1, width, S, "float32", gpu, steps)
+        assert (plan.engine in ("step", "gemm"), plan.refused[-1]) == (True, refused)
     turing = explain_plan("lstm", 1, 64, 16, "float32", "T4", precision="tf32")
     assert (turing.engine, turing.fields["instead_of"]) == ("fma", "step")
     assert "exact fp32" in turing.refused[0].name

@@ -146,3 +146,13 @@ def test_wrong_states_are_refused(fused_rnn):
             fused_rnn.gru(**{**call, "reset_state": wrong})
     with pytest.raises(ValueError, match="reset_state is given without reset"):
         fused_rnn.gru(**{**call, "reset": None})
+
+
+def test_a_state_is_not_rounded_to_the_dtype_of_reset_state(fused_rnn):
+    x, weight = torch.randn(1, 3, 4, 1, 4), torch.randn(4, 1, 4, 4)
+    state = tuple(torch.randn(2, 1, 1, 4))
+    marks = torch.tensor([[0, 0, 1]], dtype=torch.bool)
+    zeros = (torch.zeros(1, 1, 4, dtype=torch.bfloat16),) * 2
+    found = fused_rnn.lstm(x, weight, state=state, reset=marks, reset_state=zeros)
+    wanted = fused_rnn.lstm(x, weight, state=state, reset=marks)
+    torch.testing.assert_close(found, wanted)

@@ -102,3 +102,18 @@ def test_third_derivatives_are_refused_where_they_are_linear(fused_rnn, name):
     )
     _, want = torch.autograd.functional.hvp(exact, call["x"], v)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 4), (2, 3, 0)], ids=["no steps", "no units"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "slstm"])
+def test_without_values(fused_rnn, cell, sizes):
+    (B, T, D), spec = sizes, fused_rnn.CELLS[cell]
+    x = torch.randn(B, T, spec.gates, 1, D, requires_grad=True)
+    weight = torch.randn(spec.gates, 1, D, D, requires_grad=True)
+    state = tuple(torch.rand(spec.states, B, 1, D).requires_grad_().unbind())
+    h, last = fused_rnn.recurrent(cell, x, weight, state=state)
+    first = torch.autograd.grad(
+        h.sum() + last[0].square().sum(), (x, weight, *state[:1]), create_graph=True
+    )
+    (d,) = torch.autograd.grad(sum(d.sum() for d in first), state[:1], allow_unused=True)
+    assert d is None or d.shape == state[0].shape

@@ -233,3 +233,17 @@ def test_bad_arguments_of_the_ops(tfla):
             op(*arguments)
     with pytest.raises(RuntimeError, match=r"dy must have shape \[2, 3, 2, 16\]"):
         tfla.dispatch.ops.mlstm_epilogue_bwd(given["dy"][:1], h, gate, weight, *options)
+
+
+@pytest.mark.parametrize("backend", [DEVICE, "reference"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_padding_stays_zero_without_eps(tfla, norm, backend):
+    q, k, v = torch.randn(3, 2, 4, 1, 8)
+    i, f = torch.randn(2, 2, 4, 1)
+    weight = torch.ones(1, 8, requires_grad=True)
+    options = {"norm": norm, "norm_weight": weight, "norm_eps": 0.0, "backend": backend}
+    h, _ = tfla.mlstm(q, k, v, i, f, lengths=torch.tensor([2, 4]), **options)
+    assert not h[0, 2:].any()
+    (d,) = torch.autograd.grad(h.square().sum(), weight)
+    assert h.isfinite().all()
+    assert d.isfinite().all()

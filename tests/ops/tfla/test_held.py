@@ -23,3 +23,16 @@ def test_mlstm(tfla, cell, dtype, backend):
         q, k, v, i, f, (*state, *m), hold=hold, reset=reset, **options
     )
     check(run, [*rows, *gates, *state], 5, hold)
+
+
+@pytest.mark.parametrize("value", [1e10, 3e38])
+def test_large_values_of_held_steps_do_not_matter(tfla, value):
+    q, k, v = torch.randn(3, 1, 4, 1, 8)
+    i, f = torch.randn(2, 1, 4, 1)
+    hold = torch.tensor([[False, True, False, False]])
+    found = []
+    for number in (0.0, value):
+        leaves = [t.masked_fill(hold[..., None, None], number).requires_grad_() for t in (q, k, v)]
+        h, _ = tfla.mlstm(*leaves, i, f, hold=hold)
+        found.append((h, *torch.autograd.grad(h.sum(), leaves)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)

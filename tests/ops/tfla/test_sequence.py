@@ -284,3 +284,12 @@ def test_shards_compose(tfla, cell):
         named, torch.autograd.grad(ys, list(named.values()), given), want, strict=True
     ):
         assert_close(f"d{name}", got, want_grad, 1e-10 if DOUBLE else 2e-6)
+
+
+def test_a_trace_made_without_gradients_trains(tfla):
+    given = [*torch.randn(3, 2, 1, 8), *torch.randn(2, 2, 1)]
+    step = lambda *given: tfla.mlstm_step(*given)[0]
+    traced = torch.jit.trace(step, tuple(given), check_trace=False)
+    leaves = [t.requires_grad_() for t in given]
+    found, wanted = (torch.autograd.grad(f(*leaves).sum(), leaves) for f in (traced, step))
+    torch.testing.assert_close(found, wanted)

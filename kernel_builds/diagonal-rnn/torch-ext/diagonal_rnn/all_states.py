@@ -18,7 +18,7 @@ from .arguments import sizes
 from .cells import Cell
 from .formulas import CALLS
 from .marks import Masks, find_marks, shift
-from .reference import state_dtype
+from .sequences import state_dtype
 
 
 class Through(NamedTuple):

@@ -20,7 +20,8 @@ from .formulas import (
     register_fake,
 )
 from .formulas import register as register_formula
-from .reference import lower, sequence, state_dtype
+from .reference import lower, sequence
+from .sequences import state_dtype
 
 
 def register(cell: Cell) -> None:
@@ -89,6 +90,8 @@ def register(cell: Cell) -> None:
 def differentiable_gradients(fwd: str, dh, a, h, h0, reverse: bool):
     """Returns da, db, dh0 of a scan, by a scan the other way: l_t = dh_t + a_{t+1}^T l_{t+1},
     da_t = l_t h_{t-1}^T, db = l. It is differentiable, as h is, which the forward returned."""
+    if h.shape[1] == 0:
+        return torch.zeros_like(a), dh, None if h0 is None else torch.zeros_like(h0)
     block = a.dim() > h.dim()
     first, end = (-1, 0) if reverse else (0, -1)
     start = torch.zeros_like(h[:, first]) if h0 is None else h0.to(h.dtype)

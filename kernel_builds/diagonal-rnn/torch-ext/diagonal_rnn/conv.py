@@ -17,7 +17,7 @@ from .conv_reference import convolve
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS, fall_back_for_derivatives
 from .memory import check_memory
-from .reference import state_dtype
+from .sequences import state_dtype
 
 TAPS = 4  # the CUDA kernel's number of taps
 # A limit, because an expanded weight can have any number of taps, and the reference loops over them.

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import state_dtype
+from .sequences import state_dtype
 
 
 def convolve(x, weight, bias, window, reset, silu) -> Tensor:

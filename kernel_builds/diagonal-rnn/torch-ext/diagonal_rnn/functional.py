@@ -42,7 +42,7 @@ from .dispatch import BACKEND, select_backend
 from .formulas import CALLS, fall_back_for_derivatives, is_recorded
 from .memory import check_memory
 from .newton import sequence as parallel_sequence
-from .sequences import stack_states
+from .sequences import stack_states, state_dtype
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[Any, ...]  # (h, state), then states and info if they are asked for
@@ -116,7 +116,7 @@ def flash_lstm_step(x, a, p, state=None, *, bias=None, backend="auto") -> Result
 def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
     """Returns the weight [P, D] followed by the rows of a bias, as the engines read them; `weights`
     are name, value and number of rows of its parts."""
-    D, dtype = sizes(x)[2], reference.state_dtype(x.dtype)
+    D, dtype = sizes(x)[2], state_dtype(x.dtype)
     given = weights if bias is None else [*weights, ("bias", bias, 3)]
     for name, value, rows in given:
         check_rows(name, value, rows, D, x)

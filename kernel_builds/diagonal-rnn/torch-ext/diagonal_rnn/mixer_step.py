@@ -22,9 +22,10 @@ from .checks import (
     find_cell,
 )
 from .conv import TAPS
-from .dispatch import BACKEND, ops, select_backend
+from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .memory import check_apart, check_written
 from .projection import multiply_heads
+from .sequences import state_dtype
 
 CONV = ("x", "weight", "bias", "window", "window")
 MIXER = [
@@ -54,8 +55,9 @@ def conv_step(
     check_apart(CONV, 1, x, weight, bias, window)
     if _select(backend, x, fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
-    wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
-    y = torch.einsum("bkd,dk->bd", seen.to(wide), weight.to(wide))
+    wide, seen = state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
+    with without_autocast(x.device.type):
+        y = torch.einsum("bkd,dk->bd", seen.to(wide), weight.to(wide))
     window.copy_(seen[:, 1:])
     return F.silu(y if bias is None else y + bias).to(x.dtype)
 
@@ -75,7 +77,7 @@ def mixer_step(
     """
     spec = find_cell(cell)
     _check_rows(x)
-    wide, (B, D) = reference.state_dtype(x.dtype), x.shape
+    wide, (B, D) = state_dtype(x.dtype), x.shape
     check_tensor("weight", weight, x.device)
     N, _, J, _ = weight.shape if weight.dim() == 4 else (1, 3, D, D)
     if N * J != D or weight.shape[1:] != (3, J, J):
@@ -100,7 +102,8 @@ def mixer_step(
     for k, s in enumerate(state):
         fits = check_written(STATE[k], s) and fits
     check_apart(names, spec.states, *given)
-    u = multiply_heads(x, weight)  # [N, B, G, J]
+    with without_autocast(x.device.type):
+        u = multiply_heads(x, weight)  # [N, B, G, J]
     if _select(backend, x, fits) != "reference":
         a, p = (*rows, None)[:2]
         h, c = (*state, None)[:2]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .checks import check_floating, check_shape, check_size, check_tensor
 from .dispatch import shown
 from .memory import check_memory
-from .reference import state_dtype
+from .sequences import state_dtype
 from .structures import Structure
 
 Inputs = Union[Tensor, Tuple[Tensor, ...]]

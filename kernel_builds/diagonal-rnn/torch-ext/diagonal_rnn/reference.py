@@ -5,11 +5,7 @@ from typing import List, Optional, Tuple
 import torch
 
 from .cells import Cell
-from .sequences import Lowered, lower_masks
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from .sequences import Lowered, lower_masks, state_dtype
 
 
 def lower(cell: Cell, x: torch.Tensor, weight: torch.Tensor, masks) -> Tuple[Lowered, torch.Tensor]:

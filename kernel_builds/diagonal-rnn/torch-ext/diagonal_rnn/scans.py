@@ -7,6 +7,7 @@ from . import reference
 from .arguments import check_scan
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS, fall_back_for_derivatives
+from .sequences import state_dtype
 
 
 def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
@@ -32,7 +33,7 @@ def _scan(op, a, b, h0, reverse, backend) -> torch.Tensor:
         wide = torch.promote_types(a.dtype, b.dtype)
         h = _scan(op, a.to(wide), b.to(wide), h0, reverse, backend)
         return h.to(b.dtype)
-    h0 = None if h0 is None else h0.to(reference.state_dtype(b.dtype))
+    h0 = None if h0 is None else h0.to(state_dtype(b.dtype))
     if chosen == "reference":
         return reference.scan(a, b, h0, reverse)
     return CALLS[op](a, b, h0, reverse)

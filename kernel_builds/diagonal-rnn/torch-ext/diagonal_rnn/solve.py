@@ -36,11 +36,11 @@ from .checks import (
     check_whole,
 )
 from .dispatch import without_autocast
-from .formulas import in_forward_mode
+from .formulas import in_forward_mode, is_transformed
 from .iteration import Options, finish, iterate, multiple_shooting, sequential, shift
 from .memory import check_memory
 from .problem import Inputs, Problem, check_bounds, check_params, check_sizes, check_state, check_x
-from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
+from .structures import STRUCTURES, choose_mode, find_structure, fits_everywhere, solve_linear
 
 MODES = ("auto", "scan", "torch", "sequential")
 MAX_ITERS = 24  # beyond it, running the remaining steps one after another is faster
@@ -56,6 +56,17 @@ class SolveInfo(NamedTuple):
     residuals: Tuple[float, ...]  # largest residual before each iteration
     converged: bool  # False if steps had to be run one after another
     finished: int  # how many steps were; 0 for "sequential"
+
+
+def can_iterate() -> bool:
+    """Whether the iteration may take Jacobians, by torch.func.vjp: nothing follows its tensors."""
+    if in_forward_mode() or is_transformed():
+        return False
+    try:
+        torch.func.vjp(torch.neg, torch.zeros(()))
+    except RuntimeError:  # a hook takes saved tensors, as in torch.utils.checkpoint
+        return False
+    return True
 
 
 NOTHING = SolveInfo("sequential", "auto", 0, 0.0, (), True, 0)
@@ -81,14 +92,15 @@ def solve(
                  the cell closes over (an nn.Module's) get their gradients too
     structure    of J: "diagonal"; "block", blocks [n, n] of S's last dimension n; "dense"; a name
                  given to `register_structure`; "auto" takes the narrowest of the first three that fits.
-                 One asked for by name is tried on a few rows, and ValueError says if J is not so
+                 It is tried on a few rows before the iteration, and for gradients on all rows at the
+                 solution: if J is not so there, "auto" takes "dense", and ValueError says it of a name
     jacobian_fn  as cell -> J of a named structure: [N, *S], [N, *S, n] or [N, m, m] with m numbers in
-                 a state. Default: torch.func.vjp of the cell, 1, n or m times (as through a chunk)
+                 a state. Default: torch.func.vjp of the cell, 1, n or m times, as always through a chunk
     guess        [B, T, *S]; default f(0, x)
     chunk        C > 1 is multiple shooting: the unknowns are every C-th state, the cell runs C steps
                  between them, fewer iterations are needed
-    tol          the iteration stops when everywhere |r| <= tol max(1, |h|), default 4 eps, and |d| is
-                 at most the root of eps, which the last correction squares
+    tol          the iteration stops when everywhere |r| <= tol max(1, |h|), default 4 eps, and |d| <=
+                 sqrt(eps): after the last correction an error of about |d|^2 is left
     max_iters    default 24; 0 is the plain loop
     bounds       (low, high), numbers or tensors that h's elements are known to stay between: keeps
                  an iteration that overshoots from overflowing
@@ -100,8 +112,8 @@ def solve(
     and with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it,
     so they are right; from there the cell is run step by step: what is returned satisfies the
     recurrence to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no
-    iteration is recorded; there are no second derivatives. In forward mode "auto" is the plain
-    loop. The host waits for the device once an iteration, and torch.compile breaks its graph here.
+    iteration is recorded; there are no second derivatives. In forward mode, transforms of torch.func
+    and torch.utils.checkpoint "auto" is the plain loop. The host waits for the device once an iteration, and torch.compile breaks its graph here.
     Wrong arguments raise TypeError or ValueError naming the argument, what it was and what it must
     be.
     """
@@ -133,10 +145,11 @@ def solve(
         check_shape("guess", guess, (B, T, *h0.shape[1:]), "[B, T, *S]")
         guess = guess.detach().to(dtype)
     bounds = check_bounds(bounds, h0)
-    if mode != "sequential" and in_forward_mode():  # whose tangents no iteration follows
+    if mode != "sequential" and not can_iterate():
         if mode != "auto":
             raise NotImplementedError(
-                f"mode is {mode!r}, but must be 'auto' or 'sequential' for derivatives in forward mode"
+                f"mode is {mode!r}, but must be 'auto' or 'sequential' for derivatives in forward mode, "
+                "in transforms of torch.func, and where hooks take saved tensors (checkpoint)"
             )
         mode = "sequential"
     problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
@@ -148,7 +161,7 @@ def solve(
             tol = 4 * torch.finfo(dtype).eps if tol is None else tol
             options = Options(tol, MAX_ITERS if max_iters is None else max_iters, bounds)
             h, info = _parallel(problem, structure, mode, guess, chunk, options)
-    last = h[:, -1] if T else h0
+    last = (h[:, -1] if T else h0).clone()
     h = h.to(next((v.dtype for v in xs if v.is_floating_point()), dtype))
     return (h, last, info) if return_info else (h, last)
 
@@ -183,8 +196,13 @@ def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, optio
     after = problem.step(before, tuple(v.flatten(0, 1) for v in problem.xs))
     if after.requires_grad:
         with torch.no_grad():
-            _, jacobian, _ = problem.linearize(structure, before.detach(), rows)
-        jacobian = jacobian.unflatten(0, (B, T))
+            found = problem.linearize(structure, before.detach(), rows)[1:]
+            if not fits_everywhere(structure, found, before.detach(), wanted):
+                structure = STRUCTURES["dense"]  # the iteration has converged with less
+                info = info._replace(structure="dense")
+                linear = lambda a, b, reverse=False: solve_linear(structure, a, b, reverse, "torch")
+                found = problem.linearize(structure, before.detach(), rows)[1:]
+        jacobian = found[0].unflatten(0, (B, T))
         h = Adjoint.apply(after.view_as(h), h, jacobian, structure, linear)
     return h, info
 
@@ -242,7 +260,9 @@ class ParallelRNN(nn.Module):
         super().__init__()
         wrong = sorted(set(options) - OPTIONS)
         if wrong:
-            raise TypeError(f"option {wrong[0]!r}, but must be one of {', '.join(sorted(OPTIONS))}")
+            raise TypeError(
+                f"an option is {wrong[0]!r}, but must be one of {', '.join(sorted(OPTIONS))}"
+            )
         self.cell, self.state_shape, self.options = cell, check_sizes(state_shape), options
 
     def forward(self, x: Inputs, h0: Optional[Tensor] = None, return_info: bool = False):

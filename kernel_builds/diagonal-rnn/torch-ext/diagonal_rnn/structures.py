@@ -142,8 +142,28 @@ def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
             return STRUCTURES[name]
     if wanted == "auto":
         return STRUCTURES["dense"]
-    raise ValueError(
-        f"structure is {wanted!r}, but the cell's Jacobian is not: torch.func.vjp gives other values "
+    raise _unfit(wanted)
+
+
+def fits_everywhere(
+    structure: Structure, found: Tuple[Tensor, Pull], h: Tensor, wanted: str
+) -> bool:
+    """Whether the Jacobians and the pull `found` at all rows h [N, *S] agree on a vector of signs.
+    If they do not, and the structure was asked for by name, it raises ValueError."""
+    if structure.name == "dense" and wanted == "auto":
+        return True
+    fixed = torch.Generator("cpu").manual_seed(1)
+    signs = torch.randn(h.shape, generator=fixed, device="cpu").sign()
+    if _agrees(structure, *found, signs.to(h)):
+        return True
+    if wanted == "auto":
+        return False
+    raise _unfit(wanted)
+
+
+def _unfit(name: str) -> ValueError:
+    return ValueError(
+        f"structure is {name!r}, but the cell's Jacobian is not: torch.func.vjp gives other values "
         "than the structure (or jacobian_fn) does"
     )
 
@@ -154,10 +174,12 @@ def _fits(structure: Structure, found: Tuple[Tensor, Pull], vectors: Tuple[Tenso
     outside = structure.apply(structure.transpose(full), unit) == 0
     if bool((outside & (pull(unit).nan_to_num(0.0) != 0)).any()):  # NaN in x gives no evidence
         return False
-    for v in vectors:
-        want, got = pull(v), structure.apply(structure.transpose(a), v)
-        gap = torch.where(want.isfinite() & got.isfinite(), (got - want).abs(), 0.0)
-        scale = want.abs().nan_to_num(0.0, 0.0, 0.0).max()
-        if bool((gap > torch.finfo(v.dtype).eps ** 0.5 * scale).any()):
-            return False
-    return True
+    return all(_agrees(structure, a, pull, v) for v in vectors)
+
+
+def _agrees(structure: Structure, a: Tensor, pull: Pull, v: Tensor) -> bool:
+    """Whether the Jacobians a and the pull give the same v^T J, to half the digits."""
+    want, got = pull(v), structure.apply(structure.transpose(a), v)
+    gap = torch.where(want.isfinite() & got.isfinite(), (got - want).abs(), 0.0)
+    scale = want.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    return not bool((gap > torch.finfo(v.dtype).eps ** 0.5 * scale).any())

@@ -84,6 +84,8 @@ class Explanation {
     refuse(limit_of_matrix(p_, device_));
     if (!limit_of_matrix(p_, device_).holds()) {
       for (const Limit& limit : fma::limits(p_.D, p_.gates, p_.io_bytes, device_)) refuse(limit);
+      if (p_.D <= fma::kWidest) return;
+      for (const Limit& limit : wide::limits(wide_sizes(p_), p_.T, device_)) refuse(limit);
       return;
     }
     if (matrix_ == Engine::kBlock) return;

@@ -16,37 +16,51 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 
-from .backward import Clips, gradients, state_dtype
+from .backward import Clips, gradients
 from .cells import CELLS, Cell
+from .dispatch import without_autocast
 from .formulas import CALLS
 from .marks import Marks, Masks, find_marks, shift
+from .sequences import state_dtype
 
 
 def scan_back(d: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:  # [B, T, N, D], both
-    """Returns A with A[t] = d[t] + keep[t + 1] A[t + 1]: step by step on a CPU, whose memory is slow,
-    and elsewhere, where a launch is, by doubling the number of terms in each round."""
-    if d.device.type == "cpu" and d.shape[1]:
-        ds, keeps = d.unbind(1), keep.unbind(1)
-        found = [ds[-1]]
-        for t in range(len(ds) - 2, -1, -1):
-            found.append(torch.addcmul(ds[t], keeps[t + 1], found[-1]))
-        return torch.stack(found[::-1], 1)
+    """Returns A with A[t] = d[t] + keep[t + 1] A[t + 1]; a keep of 0 also stops infinity and NaN."""
+    if d.device.type != "cpu" or not d.shape[1]:
+        return scan_in_rounds(d, keep)
+    ds, keeps = d.unbind(1), keep.unbind(1)
+    found = [ds[-1]]
+    for t in range(len(ds) - 2, -1, -1):
+        through = torch.addcmul(ds[t], keeps[t + 1], found[-1])
+        found.append(torch.where(keeps[t + 1] == 0, ds[t], through))
+    return torch.stack(found[::-1], 1)
+
+
+def scan_in_rounds(d: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Does what scan_back does in log2(T) rounds, each of which doubles the number of terms that are
+    summed: on a GPU, launches for every step would take longer."""
     keep, reach = torch.cat([keep[:, 1:], torch.zeros_like(keep[:, :1])], 1), 1
     while reach < d.shape[1]:
-        near = d[:, :-reach] + keep[:, :-reach] * d[:, reach:]
-        d = torch.cat([near, d[:, -reach:]], 1)
-        keep = torch.cat([keep[:, :-reach] * keep[:, reach:], keep[:, -reach:]], 1)
+        near, cut = keep[:, :-reach], keep[:, :-reach] == 0
+        passed = torch.where(cut, 0.0, near * d[:, reach:])
+        d = torch.cat([d[:, :-reach] + passed, d[:, -reach:]], 1)
+        near = torch.where(cut, 0.0, near * keep[:, reach:])
+        keep = torch.cat([near, keep[:, -reach:]], 1)
         reach *= 2
     return d
 
 
 def running_maximum(new: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:  # [B, T, N, D], both
-    """Returns m with m[t] = max(new[t], gain[t] + m[t - 1]), and m[0] = new[0]."""
+    """Returns m with m[t] = max(new[t], gain[t] + m[t - 1]), and m[0] = new[0]; a gain of -infinity
+    also stops NaN."""
     reach = 1
     while reach < new.shape[1]:
-        far = torch.maximum(new[:, reach:], gain[:, reach:] + new[:, :-reach])
+        near, late = new[:, reach:], gain[:, reach:]
+        cut = late == -torch.inf
+        far = torch.where(cut, near, torch.maximum(near, late + new[:, :-reach]))
         new = torch.cat([new[:, :reach], far], 1)
-        gain = torch.cat([gain[:, :reach], gain[:, reach:] + gain[:, :-reach]], 1)
+        late = torch.where(cut, late, late + gain[:, :-reach])
+        gain = torch.cat([gain[:, :reach], late], 1)
         reach *= 2
     return new
 
@@ -88,7 +102,8 @@ class AllStates(torch.autograd.Function):
             states = [c if clip_state is None else c.clamp(-clip_state, clip_state)]
         else:
             a, b, z, _, _, c, n = values
-            m = stabiliser((x, weight, bias, state), n, h_prev, marks)
+            with without_autocast(x.device.type):
+                m = stabiliser((x, weight, bias, state), n, h_prev, marks)
             states = [a * c + b * z, a * n + b, m]
         if marks.held is not None:
             states = [torch.where(marks.held, 0.0, s) for s in states]
@@ -113,7 +128,8 @@ class AllStates(torch.autograd.Function):
         extra = None
         if any(d is not None for d in dstates):
             given = ctx.cell, ctx.clips, dstates, None
-            extra = through_states(*given, weight, saved, h_prev, tuple(masks))
+            with without_autocast(weight.device.type):
+                extra = through_states(*given, weight, saved, h_prev, tuple(masks))
             dh = (extra.dh if dh is None else dh + extra.dh).to(h_prev.dtype)
         elif dh is None:
             dh = torch.zeros_like(h_prev)

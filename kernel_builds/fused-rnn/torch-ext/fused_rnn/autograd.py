@@ -9,11 +9,13 @@ from typing import Any, Tuple
 import torch
 
 from ._ops import BACKEND
-from .backward import Clips, gradients, state_dtype
+from .backward import Clips, gradients
 from .cells import CELLS, Cell
+from .dispatch import without_autocast
 from .formulas import CALLS, is_differentiated_again, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
 from .second_derivatives import Gradients
+from .sequences import state_dtype
 
 
 def register(cell: Cell) -> None:
@@ -80,8 +82,10 @@ def register(cell: Cell) -> None:
         again = is_differentiated_again()
         if again:  # the node that made `saved` is this one, or that of the forward that ran above
             # Its dsaved and dh_prev come from Gradients then. A view leads to that node also if `saved` is
-            # a wrapper that torch.func.vjp has left.
-            saved.view_as(saved).grad_fn.next_functions[0][0].again = True
+            # a tensor that torch.func.vjp has left; it has no node if vjp alone asked for gradients.
+            node = saved.view_as(saved).grad_fn
+            if node is not None:
+                node.next_functions[0][0].again = True
         if again or ctx.again:
             dx, dweight, dbias, dstate = Gradients.apply(
                 cell, ctx.clips, ctx.tf32, needs[1], dsaved, dh_prev, *given
@@ -129,8 +133,9 @@ def _linear_setup_context(ctx, inputs, output):
 def _linear_backward(ctx, dy):
     if is_differentiated_again():
         x, weight = ctx.saved_tensors
-        rows = dy.flatten(0, -2)
-        return dy @ weight, rows.mT @ x.flatten(0, -2), rows.sum(0) if ctx.has_bias else None
+        with without_autocast(x.device.type):
+            rows, columns = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            return dy @ weight, rows.mT @ columns, rows.sum(0) if ctx.has_bias else None
     dx, dweight, dbias = CALLS["linear_bwd"](dy, *ctx.saved_tensors, ctx.has_bias)
     return dx, dweight, dbias if ctx.has_bias else None
 

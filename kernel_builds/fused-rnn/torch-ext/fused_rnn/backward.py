@@ -18,10 +18,6 @@ class Clips(NamedTuple):
     state: Optional[float]  # clip_state
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def wide_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Tensor:
     """dweight of wide heads: dr [B, T, G, N, D], h_prev [B, T, N, D] -> [G, N, D, D]."""
     if not tf32 or dr.dtype != torch.float32:

@@ -25,6 +25,7 @@ from .checks import (
 from .dispatch import BACKEND, ops, select_backend
 from .int4 import GROUP, unpack_int4
 from .memory import check_apart, check_written
+from .sequences import state_dtype
 
 NAMES = ("x", "mixer_norm", "in_proj", "weight", "bias", "mlp_norm", "gate", "up", "down")
 SCALES = tuple(f"scales[{i}]" for i in range(4))
@@ -82,7 +83,7 @@ def block_step(
     else:
         named += _check_scaled(linears, scales, x.device)
     check_count("state", state, spec.states, spec.name)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = state_dtype(x.dtype)
     states = [(STATE[k], s, (B, N, D), "[B, N, D]") for k, s in enumerate(state)]
     check_operands(states, wide, x.device)
     check_number("mixer_eps", mixer_eps)

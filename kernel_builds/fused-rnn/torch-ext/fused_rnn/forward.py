@@ -98,8 +98,8 @@ def _run(
 ) -> tuple[Tensor, Any]:
     """Runs x [B, T, I]; returns [B, T, directions * P], and torch's states [layers * directions, B,
     ...]."""
-    dtype, without_autocast = _autocast(x)
-    with without_autocast:
+    dtype, exact_sums = _autocast(x)
+    with exact_sums:
         cell, options = cell_of(module), {"precision": precision(x)}
         engine = Engine(kernel, cell, layout, options, module.hidden_size)
         N, spec = 2 if module.bidirectional else 1, kernel.CELLS[cell]
@@ -168,8 +168,8 @@ def _run_cell(
     kernel: Any, cell: str, input: Tensor, states: tuple[Tensor, ...], parameters: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """Does what run_plain_cell does, by ops that traces and transforms follow."""
-    dtype, without_autocast = _autocast(input)
-    with without_autocast:
+    dtype, exact_sums = _autocast(input)
+    with exact_sums:
         engine = Engine(kernel, cell, Layout(), {}, parameters[1].shape[1])
         heads = make_heads(kernel.CELLS[cell], [parameters], len(parameters) > 2)
         gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)

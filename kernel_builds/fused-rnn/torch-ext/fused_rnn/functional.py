@@ -59,7 +59,7 @@ from .checks import (
     check_values,
     find_cell,
 )
-from .dispatch import BACKEND, select_backend
+from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, is_nested, may_have_tangents
 from .memory import check_memory
 from .projection import project
@@ -244,4 +244,5 @@ def linear(x, weight, bias=None, *, precision="highest", backend="auto") -> torc
         return CALLS["linear_fwd"](x, weight, bias)
     if chosen == "cuda" and bias is None:
         return project(x, weight, precision == "tf32")
-    return torch.nn.functional.linear(x, weight, bias)
+    with without_autocast(x.device.type):
+        return torch.nn.functional.linear(x, weight, bias)

@@ -45,7 +45,6 @@ class _LogSigmoid(torch.autograd.Function):
         return d * (1 - ctx.saved_tensors[0]), None
 
 
-# cell -> one step: pre-activations p (any values), what the forward kept, states before it -> after it
 def _lstm(p: Tensors, kept: Tensors, s: Tensors) -> Tensors:
     i, f, o = sigmoid_at(p[0], kept[0]), sigmoid_at(p[1], kept[1]), sigmoid_at(p[3], kept[3])
     c = f * s[1] + i * tanh_at(p[2], kept[2])
@@ -73,6 +72,7 @@ def _slstm(p: Tensors, kept: Tensors, s: Tensors) -> Tensors:
     return o * c / n, c, n
 
 
+# One step: pre-activations p (any values), what the forward kept, states before it -> states after it.
 STEPS: Dict[str, Callable[[Tensors, Tensors, Tensors], Tensors]] = {
     "lstm": _lstm,
     "gru": _gru,

@@ -25,10 +25,6 @@ class Layout(NamedTuple):
     lengths: Tensor | None = None  # [B]: lengths of padded rows
     backwards: Tensor | None = None  # [B * T]: the place of each step once its sequence is reversed
 
-    @property
-    def is_ragged(self) -> bool:
-        return self.backwards is not None
-
     def flip(self, x: Tensor) -> Tensor:
         """Returns x with every sequence reversed in time; padding stays where it is."""
         if self.backwards is None:

@@ -183,7 +183,8 @@ def used_weights(module: Any, weights: list[Tensor]) -> list[Tensor]:
 def run_plain(
     module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = ()
 ) -> tuple[Tensor, Any]:
-    """Does what `_run` does, with x and the outputs in the module's layout."""
+    """Runs all layers as one op, with x and the outputs in the module's layout; returns outputs and h_n
+    or (h_n, c_n)."""
     dtype = compute_dtype(x)
     tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)

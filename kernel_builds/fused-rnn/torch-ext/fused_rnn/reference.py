@@ -6,6 +6,7 @@ import torch
 
 from .cells import Cell
 from .formulas import in_forward_mode, is_transformed
+from .sequences import state_dtype
 
 
 class RecurrentProduct(torch.autograd.Function):
@@ -77,7 +78,7 @@ def sequence(
     K - 1 other states of every step [B, T, N, D]. Every 16-bit operand is widened, so sums are in
     the state dtype."""
     B, _, G, N, D = x.shape
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(x.dtype)
     w = weight.to(dtype)
     bias = x.new_zeros(cell.bias_rows, N, D, dtype=dtype) if bias is None else bias.to(dtype)
     states = tuple(x.new_zeros(cell.states, B, N, D, dtype=dtype) if state is None else state)

@@ -9,6 +9,7 @@ import torch
 from .cells import Cell
 from .checks import check_count, check_operand, check_tensor, reads_values
 from .memory import check_memory
+from .sequences import state_dtype
 
 
 def check_reset_state(cell: Cell, x: torch.Tensor, reset, reset_state) -> None:
@@ -63,7 +64,8 @@ def split(x: torch.Tensor, state: Optional[Sequence[torch.Tensor]], masks, reset
     offsets = torch.cat([begins, begins.new_full((1,), total)])
     if state is None:
         state = [s.new_zeros(len(starts), *s.shape[1:]) for s in reset_state]
-    joined = tuple(torch.cat([a.to(b.dtype), b])[order] for a, b in zip(state, reset_state))
+    wide = state_dtype(x.dtype)
+    joined = tuple(torch.cat([a.to(wide), b.to(wide)])[order] for a, b in zip(state, reset_state))
     # A sequence's last part begins at its last mark that counts; marks past its end do not.
     seen = torch.cat([starts.new_zeros(1), counted.flatten().cumsum(0)])
     all_seen = torch.cat([starts.new_zeros(1), reset.flatten().cumsum(0)])

@@ -10,7 +10,7 @@ from .cells import Cell
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, fall_back, fall_back_for_derivatives, is_recorded, is_transformed
 from .padding import pad_call, padded_width
-from .sequences import lower_masks, stack_states
+from .sequences import lower_masks, stack_states, state_dtype
 
 State = Tuple[torch.Tensor, ...]
 
@@ -74,7 +74,7 @@ def _clips(x, *others) -> bool:
 def cast(x, weight, bias, state):
     """Returns weight in x's dtype (the operand), the stacked states [K, S, N, D] in the state
     dtype, and bias in either."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(x.dtype)
     if bias is not None and bias.dtype != x.dtype:
         bias = as_dtype(bias, dtype)
     if state is not None:

@@ -17,10 +17,11 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import torch
 
 from .all_states import Sources, scan_back, through_states
-from .backward import Clips, gradients, state_dtype
+from .backward import Clips, gradients
 from .cells import Cell
 from .kept_steps import STEPS, Tensors, slopes_of
 from .marks import Marks, find_marks, shift
+from .sequences import state_dtype
 
 
 class Step(NamedTuple):
@@ -147,7 +148,7 @@ def transpose(
         first = torch.autograd.grad(step.after, leaves, ds, create_graph=True, allow_unused=True)
         along = [*tangents.pre.unbind(2), *tangents.before]
         pairs = [(g, d) for g, d in zip(first, along) if g is not None and g.requires_grad]
-        weighted = torch.zeros_like(R[0, 0, 0, 0])
+        weighted = R.new_zeros(())
         for g, d in pairs:
             weighted = weighted + (g * d).sum()
     second: List[torch.Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
@@ -182,8 +183,9 @@ def recurrent_part(cell: Cell, dx: torch.Tensor, kept: Tensors, marks: Marks) ->
 def last_steps(like: torch.Tensor, cu_seqlens: Optional[torch.Tensor]) -> Tuple[Any, Any, Any]:
     """Returns the rows and the times at which sequences end, and which sequences have steps."""
     if cu_seqlens is None:
-        rows = torch.arange(like.shape[0], device=like.device)
-        return rows, torch.full_like(rows, like.shape[1] - 1), slice(None)
+        count = like.shape[0] if like.shape[1] else 0
+        rows = torch.arange(count, device=like.device)
+        return rows, torch.full_like(rows, like.shape[1] - 1), slice(count)
     cuts = cu_seqlens.long()
     some = (cuts[1:] > cuts[:-1]).nonzero().flatten()
     return torch.zeros_like(some), cuts[1:][some] - 1, some
@@ -201,9 +203,8 @@ def after_each_step(
         entering = product if k == 0 else torch.zeros_like(product)
         gain = torch.zeros_like(product)
         for j, after in enumerate(step.after[: k + 1]):
-            (slope,) = torch.autograd.grad(
-                after, before, torch.ones_like(after), retain_graph=True, allow_unused=True
-            )
+            options: Any = {"retain_graph": True, "allow_unused": True}
+            (slope,) = torch.autograd.grad(after, before, torch.ones_like(after), **options)
             if slope is None:
                 continue
             if j < k:
@@ -233,6 +234,7 @@ def run_tangents(
     cell: Cell, step: Step, h_prev: torch.Tensor, R: torch.Tensor, given: Tuple[Any, ...],
     marks: Marks, cu_seqlens: Optional[torch.Tensor],
 ) -> Tangents:  # fmt: skip
+    """Runs the tangents forward in time; `given` are u, U, v, w of the module's equations."""
     u, U, v, w = given
     B, T, N, D = h_prev.shape
     dtype, G, K = h_prev.dtype, cell.gates, len(step.before)
@@ -246,9 +248,8 @@ def run_tangents(
     if U is not None:
         base[:, :, products] += torch.einsum("gnjk,btnk->btgnj", U.to(dtype), h_prev)
     slopes = [slopes_of(after, [*step.pre, *step.before]) for after in step.after]
-    given_states = (
-        [h_prev.new_zeros(S, N, D) for _ in step.before] if w is None else w[:K].to(dtype)
-    )
+    zeros = [h_prev.new_zeros(S, N, D) for _ in step.before]
+    given_states = zeros if w is None else w[:K].to(dtype)
     starts = marks.first.squeeze(-1).unbind(1)  # T times [B, 1, 1]
     begins = [False] * T if cu_seqlens is None else marks.first.flatten(2).any(2).any(0).tolist()
     s = [*given_states] if cu_seqlens is None else [h_prev.new_zeros(B, N, D)] * K

@@ -18,7 +18,8 @@ from .formulas import (
     register,
     register_fake,
 )
-from .reference import Options, State, epilogue, run_chunks, state_dtype
+from .reference import Options, State, epilogue, run_chunks
+from .sequences import state_dtype
 
 
 def _states(k, v, cu_seqlens, exponential, normalized):

@@ -28,8 +28,8 @@ from .checks import check_values
 from .dispatch import BACKEND, select_backend
 from .functional import run
 from .memory import check_memory
-from .reference import INF, Options, finite, log_gates, state_dtype
-from .sequences import lower_masks
+from .reference import INF, Options, finite, log_gates
+from .sequences import lower_masks, state_dtype
 
 
 class Transfer(NamedTuple):

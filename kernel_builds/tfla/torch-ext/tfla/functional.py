@@ -55,8 +55,8 @@ from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .formulas import CALLS, fall_back_for_derivatives, has_tangent, is_recorded
 from .memory import check_apart, check_memory, check_written
-from .reference import Options, state_dtype
-from .sequences import lower_masks
+from .reference import LEAST_EPS, Options
+from .sequences import lower_masks, state_dtype
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[torch.Tensor, State]
@@ -174,7 +174,7 @@ def mlstm_step(
 
 
 def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) -> Result:
-    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens. With q
+    """Runs the op on checked arguments; masks are reset, hold, lengths, cu_seqlens. With q
     None only the state is computed. With the reference, h is not rounded yet."""
     q, k, v, i, f, carried = cast(options.cell, q, k, v, i, f, state)
     size = chunk_size or default_chunk(options.cell, k.shape[3], v.shape[3], k.dtype, k.device.type)
@@ -250,10 +250,12 @@ def lower_epilogue(
     weight = norm_weight
     if weight is not None and not (as_it_is and weight.dtype == dtype):
         weight = weight.to(state_dtype(dtype))
-    return out_gate, weight, norm is not None, norm == "layer", float(norm_eps)
+    return out_gate, weight, norm is not None, norm == "layer", max(float(norm_eps), LEAST_EPS)
 
 
 def _wants_grad(*tensors: Optional[torch.Tensor]) -> bool:
+    if torch.jit.is_tracing():  # what is traced without gradients may be run with them
+        return True
     given = [t for t in tensors if t is not None]
     return (torch.is_grad_enabled() and any(t.requires_grad for t in given)) or any(
         map(has_tangent, given)

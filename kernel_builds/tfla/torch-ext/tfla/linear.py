@@ -18,10 +18,10 @@ from .checks import (
     check_tensor,
     check_whole,
 )
-from .dispatch import BACKEND, ops, select_backend
+from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .int4 import GROUP, unpack_int4
 from .memory import check_memory
-from .reference import state_dtype
+from .sequences import state_dtype
 
 MOST = 8  # most matrices in one launch
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.uint8)  # dtypes of weights with scales
@@ -75,7 +75,8 @@ def linear_step(
             raise ValueError("scales are 1, but must be 2 or none where gated is True")
     if _select(backend, "linear_step", x, weights[0].dtype if scales else None) == "reference":
         rest = capped, cap, norm_weight, norm_eps, residual, gated
-        return _reference(x, weights, scales, biases, *rest)
+        with without_autocast(x.device.type):
+            return _reference(x, weights, scales, biases, *rest)
     out, bounded = ops.linear_step(
         x, list(weights), list(scales), list(biases), capped, cap, norm_weight, norm_eps, residual,
         gated,
@@ -106,7 +107,8 @@ def norm_step(
     wide = state_dtype(x.dtype)
     out = _norm(x.to(wide), norm_weight, norm_eps).to(x.dtype)
     rest = (len(weights), cap, None, norm_eps, None, False)
-    return out, *(_reference(out, weights, (), biases, *rest) if weights else ())
+    with without_autocast(x.device.type):
+        return out, *(_reference(out, weights, (), biases, *rest) if weights else ())
 
 
 def gate_step(gate, up, *, backend="auto") -> torch.Tensor:

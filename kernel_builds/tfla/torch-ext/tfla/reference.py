@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import layer_norm, logsigmoid
 
 from .cells import Cell
-from .sequences import lower_masks
+from .sequences import lower_masks, state_dtype
 
 # Lower bound of a log gate: its exponential is 0 in every dtype, and sums of it stay finite.
 SHUT = -1000.0
@@ -33,14 +33,13 @@ class State(NamedTuple):
     m: Optional[torch.Tensor]  # [B, H]
 
 
+LEAST_EPS = torch.finfo(torch.float32).tiny  # of a norm: rows of zeros, such as padding, stay zeros
+
+
 class Options(NamedTuple):
     cell: Cell
     eps: float = 0.0
     normalizer_grad: bool = True
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_state(cell: Cell, k: torch.Tensor, v: torch.Tensor) -> State:
@@ -216,6 +215,7 @@ def replay_step(q, k, v, i, f, state: State, ring, options: Options) -> torch.Te
 
 def epilogue(h, out_gate, norm, norm_weight, norm_eps: float) -> torch.Tensor:
     """Computes sigmoid(out_gate) norm(h) norm_weight for every head: h [..., H, V], weight [H, V]."""
+    norm_eps = max(norm_eps, LEAST_EPS)
     if norm == "layer":
         h = layer_norm(h, h.shape[-1:], eps=norm_eps)
     elif norm == "rms":

@@ -41,7 +41,8 @@ from .checks import (
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .functional import State, cast, check_inplace, finish, lower_epilogue
 from .memory import check_apart, check_memory, check_written
-from .reference import Options, state_dtype
+from .reference import Options
+from .sequences import state_dtype
 
 MOST_STEPS = 16  # of a ring
 

@@ -166,10 +166,19 @@ constexpr int64_t kMostSequences = 100;  // more were not measured
 constexpr int64_t kManySequences = 32;
 constexpr double kGainOfMany = 0.4;
 
-constexpr bool is_faster(const Sizes& z, int64_t T, bool backward, const Device& device) {
+// What a call must keep to, so that this engine can be the fastest.
+constexpr std::array<Limit, 4> limits(const Sizes& z, int64_t T, const Device& device) {
   const Partition p = partition(z, device);
-  if (p.heads == 0 || z.S > kMostSequences) return false;
-  if (T < (p.streamed > 0 ? kLeastStreamedSteps : kLeastSteps)) return false;
+  const int64_t least = p.streamed > 0 ? kLeastStreamedSteps : kLeastSteps;
+  return {{{"code for other archs than 9.0a", !has_code(device), 0, ""},
+           {"weights and sequences that the thread blocks do not hold", p.heads == 0, 0, ""},
+           {"sequences of exact fp32", z.S, kMostSequences, "sequences"},
+           {"steps too few for exact fp32", std::max<int64_t>(least - T, 0), 0, "steps"}}};
+}
+
+constexpr bool is_faster(const Sizes& z, int64_t T, bool backward, const Device& device) {
+  if (!all_hold(limits(z, T, device))) return false;
+  const Partition p = partition(z, device);
   const double passes = double(divide_up(p.tile, pass_of(p.tile)) * divide_up(z.N, p.heads));
   const double held = passes * p.units * z.gates * double(z.D) / 1000;
   const double weights = held * (1 + p.streamed);
