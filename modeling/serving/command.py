@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +36,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--allow-host", action="append", default=[], metavar="NAME",
         help="a name that clients may call this server by")  # fmt: skip
     add("--name", help="the model's name for clients; None: its folder's name")
-    add("--api-key-file", type=Path, help="file with the key that clients must send")
+    add("--api-key-file", type=file, help="file with the key that clients must send")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch's name")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="of the weights; auto: the checkpoint's",
+    )
     add("--threads", type=count(1), help="threads of torch on a CPU; None: torch's choice")
     add("--slots", type=count(1), default=32, help="sequences decoded together")
     add("--prefill-rows", type=count(1), help="prompts read together; None: 16 on CUDA, else 8")
@@ -45,24 +51,30 @@ def make_parser() -> argparse.ArgumentParser:
     add("--interval-ms", type=number(0), default=25.0,
         help="milliseconds between two sendings of a stream's tokens, at least")  # fmt: skip
     add("--queue", type=count(0), default=1024, help="choices that may wait; more get status 429")
-    add("--max-prompt-tokens", type=count(1), default=32_768)
-    add("--max-new-tokens", type=count(1), default=4096)
-    add("--max-body-bytes", type=count(1), default=4 * MIB)
-    add("--max-connections", type=count(1), default=2048)
+    add("--max-prompt-tokens", type=count(1), default=32_768, help="longer prompts are refused")
+    add("--max-new-tokens", type=count(1), default=4096, help="most that a request may ask for")
+    add("--max-body-bytes", type=count(1), default=4 * MIB, help="of a request")
+    add("--max-connections", type=count(1), default=2048, help="at a time; more are refused")
     add("--body-seconds", type=number(0.001), default=30.0, help="for a request's body to arrive")
     add("--head-seconds", type=number(0.001), default=25.0, help="for a request's head to arrive")
     add("--stalled-seconds", type=number(0.001), default=120.0,
         help="without reading, after which a client is given up")  # fmt: skip
-    add("--chat-template", type=Path, help="Jinja file, for a tokenizer without one")
+    add("--chat-template", type=file, help="Jinja file, for a tokenizer without one")
     add("--state-device-mib", type=count(0), default=1024, help="GPU memory for states")
     add("--state-host-mib", type=count(0), default=1024, help="host memory for states")
     add("--state-folder", type=Path, help="keeps states on disk too, for the next start")
-    add("--state-folder-mib", type=count(1), default=4096)
-    add("--prefix-state", type=Path, action="append", default=[], metavar="FILE",
+    add("--state-folder-mib", type=count(1), default=4096, help="disk space for states")
+    add("--prefix-state", type=file, action="append", default=[], metavar="FILE",
         help="a state saved with input_ids: prompts that begin with these start there")  # fmt: skip
     add("--shutdown-seconds", type=count(1),
         help="for running requests to finish after SIGTERM; None: no limit")  # fmt: skip
     return parser
+
+
+def file(text: str) -> Path:
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
 
 
 def count(least: int, most: int | None = None) -> Any:
@@ -107,7 +119,14 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     except (OSError, ValueError, SafetensorError) as error:
         why = str(error).partition("\n")[0]
         raise ModelError(f"the model is {arguments.model}, but: {why}") from error
-    return model.to(arguments.device).eval(), tokenizer
+    try:
+        return model.to(arguments.device).eval(), tokenizer
+    except (
+        AssertionError,
+        RuntimeError,
+    ) as error:  # torch is built without CUDA, or has no such GPU
+        why = str(error).partition("\n")[0]
+        raise ModelError(f"--device is {arguments.device}, but: {why}") from error
 
 
 def make_states(model: Any, arguments: argparse.Namespace) -> Any:
@@ -226,11 +245,23 @@ def serve(arguments: argparse.Namespace) -> None:
     need("serve")
     from .app import make_app
 
+    check_port(arguments)
     try:
         server = load_server(arguments)
     except ModelError as error:
         raise SystemExit(f"flashcell serve: {error}") from None
     run(make_app(server), server.key, server.hosts, arguments)
+
+
+def check_port(arguments: argparse.Namespace) -> None:
+    """Ends the command if it cannot listen on the port."""
+    host, port = arguments.host, arguments.port
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        raise SystemExit(f"flashcell serve: cannot listen on {host} port {port}: {why}") from None
 
 
 def run(app: Any, key: str | None, hosts: set[str] | None, arguments: argparse.Namespace) -> None:

@@ -79,6 +79,8 @@ class Watched:
                                       value=states.hits)  # fmt: skip
             yield CounterMetricFamily("flashcell_state_misses", "prompts without",
                                       value=states.misses)  # fmt: skip
+            said = "tokens of prompts that were not read again"
+            yield CounterMetricFamily("flashcell_state_tokens", said, value=states.tokens_saved)
             if states.folder is not None:
                 yield gauge("states_disk_bytes", "bytes of states on disk", states.folder.used)
 

@@ -1,9 +1,11 @@
-"""Tests that `flashcell serve` says in one line which model it cannot load, and why."""
+"""Tests that `flashcell serve` says in one line what it cannot load or use, and why."""
 
 import os
 import shutil
+import socket
 
 import pytest
+import torch
 
 from flashcell.serving.command import make_parser, serve
 from served import FOLDER
@@ -11,7 +13,7 @@ from served import FOLDER
 
 def refusal(model: object) -> str:
     with pytest.raises(SystemExit) as refused:
-        serve(make_parser().parse_args([str(model), "--device", "cpu"]))
+        serve(make_parser().parse_args([str(model), "--device", "cpu", "--port", "0"]))
     said = str(refused.value)
     assert said.startswith(f"flashcell serve: the model is {model}, but: ")
     assert "\n" not in said
@@ -44,3 +46,31 @@ def test_no_such_model(tmp_path, monkeypatch):
     assert "couldn't connect" in refusal("nope")
     (tmp_path / "empty").mkdir()
     refusal(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("option", ["--api-key-file", "--chat-template", "--prefix-state"])
+def test_files_that_are_not_there(tmp_path, capsys, option):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([str(FOLDER), option, str(tmp_path / "none")])
+    assert f"argument {option}: there is no file {tmp_path / 'none'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_taken_port(tmp_path, host):
+    """It is said before a model is loaded."""
+    with socket.create_server((host, 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [str(tmp_path), "--host", host, "--port", str(port)]
+        with pytest.raises(
+            SystemExit, match=f"listen on {host} port {port}: Address already in use$"
+        ):
+            serve(make_parser().parse_args(words))
+    with pytest.raises(SystemExit, match=r"cannot listen on no\.such\.host port 0: "):
+        serve(make_parser().parse_args([str(tmp_path), "--host", "no.such.host", "--port", "0"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(SystemExit) as refused:
+        serve(make_parser().parse_args([str(FOLDER), "--device", "cuda", "--port", "0"]))
+    assert str(refused.value).startswith("flashcell serve: --device is cuda, but: ")

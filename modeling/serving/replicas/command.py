@@ -2,13 +2,12 @@
 
 import argparse
 import logging
-import os
-import socket
 import time
 from functools import partial
 
 from ..command import (
     NEEDED,
+    check_port,
     load_server,
     make_parser,
     need,
@@ -69,15 +68,3 @@ def check_model(arguments: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise SystemExit(f"flashcell serve: the model is {arguments.model}, but: {why}") from None
-
-
-def check_port(arguments: argparse.Namespace) -> None:
-    """Ends the command if the port is taken."""
-    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
-    try:
-        socket.create_server((arguments.host, arguments.port), family=family).close()
-    except OSError as error:
-        raise SystemExit(
-            f"flashcell serve: cannot listen on {arguments.host} port {arguments.port}: "
-            f"{os.strerror(error.errno or 0)}"
-        ) from None
