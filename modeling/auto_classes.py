@@ -97,7 +97,11 @@ def register_models() -> None:
         importlib.import_module(PACKAGE),
         importlib.import_module("transformers"),
     )
-    for family in FAMILIES.values():
+    auto_module = importlib.import_module("transformers.models.auto.modeling_auto")
+    for model_type, family in FAMILIES.items():
+        # Trainer shifts the labels of its label smoothing for the models named there alone.
+        names = auto_module.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        names.setdefault(model_type, f"{family}ForCausalLM")
         config = getattr(package, f"{family}Config")
         for head, (auto, mapping) in HEADS.items():
             if config not in getattr(transformers, mapping):

@@ -191,6 +191,8 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
         if not mixer.has_input_gate:
             return "the input gate is not learned"
         wide, gates = mixer.projections
+        if any(type(gate) is not GateLinear for gate in gates):
+            return "a gate is another class than GateLinear"
         layers = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
         return StepParts(
             [*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), mixer.config.backend
@@ -274,8 +276,10 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         config, head, step_linear = self.config, self.lm_head, None
-        open_batch = torch.compiler.is_compiling()
-        if hidden_states.dim() == 3 and not open_batch and hidden_states.shape[0] <= ROWS:
+        compiles = (
+            torch.compiler.is_compiling()
+        )  # then the batch size is open, and cannot be compared
+        if hidden_states.dim() == 3 and not compiles and hidden_states.shape[0] <= ROWS:
             step_linear = find_step_linear(hidden_states, config.backend, [head])
         if step_linear is not None:
             options = {"capped": 1, "cap": config.output_logit_soft_cap}

@@ -39,7 +39,7 @@ from .quantization.config import check_trainable
 from .quantization.linear import QuantizedLinear
 from .recurrent_block import RecurrentBlock
 from .state.assisted import tried_tokens
-from .state.boundaries import cut_prompt, find_boundaries, join_chunks
+from .state.boundaries import check_tensors, cut_prompt, find_boundaries, join_chunks
 from .state.cache import CACHE, NAMES, check_cache, one_cache
 
 
@@ -98,6 +98,7 @@ class RecurrentModel:
             raise ValueError(
                 f"exactly one of input_ids and inputs_embeds must be given, but {given}"
             )
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         past_key_values = one_cache(past_key_values, cache)
@@ -156,11 +157,18 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
         self.decoder = DecodeEngine(self)
         self.post_init()
 
-    def __setstate__(
-        self, state: dict[str, Any]
-    ) -> None:  # called on every copy, also a shallow one
+    # called on every copy, also a shallow one
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.decoder = DecodeEngine(self, self.decoder.mode)
+
+    def get_decoder(self) -> Any:
+        """Returns the base model; transformers' own method would return `decoder`, the engine."""
+        return getattr(self, self.base_model_prefix)
+
+    def set_decoder(self, decoder: Any) -> None:
+        """Sets the base model."""
+        setattr(self, self.base_model_prefix, decoder)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
         self.decoder.release()
@@ -203,6 +211,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
     ) -> CausalLMOutputWithPast:
         """Returns logits [B, T or fewer, V], and with `labels` the mean loss, its sum divided by
         num_items_in_batch if that is passed, as Trainer does."""
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         others = {
             "attention_mask": attention_mask, "position_ids": position_ids, "labels": labels,

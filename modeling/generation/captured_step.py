@@ -163,9 +163,8 @@ class Recording:
         self.groups = _groups(self.layers)
         self.cache = Cache(layers=self.layers)
         self.tokens = torch.zeros_like(tokens)
-        self.owners: list[
-            Any
-        ] = []  # weak references to the cache layers that last borrowed the buffers
+        # weak references to the cache layers that last borrowed the buffers
+        self.owners: list[Any] = []
         self.loan: BufferLoan | None = None
         self.graph: Any = None
         self.logits: Any = None

@@ -190,15 +190,17 @@ class DecodeEngine:
     def explain(self, batch: int = 1) -> str:
         """Returns how a token of `batch` rows would be decoded and why not faster: the path, and for
         each block whether it is fused."""
-        if self._model is None or (model := self._model()) is None:
+        if self._model is None:
             raise RuntimeError("this engine is of no model yet: decode a token first")
+        if (model := self._model()) is None:
+            raise RuntimeError("the model of this engine was deleted: keep a reference to it")
         return explain(self, model, batch)
 
     def decide(
         self, model: Any, tokens: torch.Tensor, cache: Any, rest: dict[str, Any], refuses: Any
     ) -> Any:
-        """Calls decode_path.decide_token for this engine, or decide_replay for several tokens;
-        `refuses` is its why_model_refuses."""
+        """Calls decode_path.decide_token, or decide_replay for several tokens; `refuses()` says why the
+        whole model cannot be recorded, or returns None."""
         if self._model is None:
             self._model = weakref.ref(model)
         decides = decide_token if tokens.shape[1] == 1 else decide_replay

@@ -175,6 +175,11 @@ def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -
         return called
     if not has_weights_like(module, x):
         return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
+    if isinstance(module, nn.RMSNorm) and (module.weight is None or module.eps is None):
+        return f"{name} has no weight or no eps"
+    # The kernel adds the biases of GateLinear, which always has one, and no others.
+    if (getattr(module, "bias", None) is None) == getattr(module, "kernel_adds_bias", False):
+        return f"{name} has {'no' if module.bias is None else 'a'} bias"
     weight: Any = module.weight
     reason = why_not_readable(weight) if weight.dim() > 1 else None
     return None if reason is None else f"the weight of {name} {reason}"

@@ -131,10 +131,12 @@ class RecurrentGeneration(AssistedGeneration):
         such a conversation from its text, not from the returned cache.
         """
         if next_sequence_length is not None and next_sequence_length < 1:
+            name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            given: Any = input_ids if inputs_embeds is None else inputs_embeds
             raise ValueError(
-                f"the cache already holds {input_ids.shape[1] - next_sequence_length} tokens, but "
-                f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
-                "an attention_mask over the whole text"
+                f"the cache already holds {kwargs[CACHE].get_seq_length()} tokens, but {name} has "
+                f"{given.shape[1]}: pass the whole text, or the new tokens and an attention_mask over "
+                "the whole text"
             )
         cache: Any = kwargs.get(CACHE)
         if takes_back(cache) and cache.get_seq_length() and not is_first_iteration:

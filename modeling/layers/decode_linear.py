@@ -33,9 +33,7 @@ def find_step_linear(
 ) -> StepLinear | None:  # fmt: skip
     """Returns the fused replacement for calling `modules` on x [B, 1, H], or None: call the
     modules. What decides is decode_path.decide_linears. `overwrites`: as in `many_rows`."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # a trace leaves the batch size open, so it cannot be compared
+    if torch.compiler.is_compiling():  # a trace leaves the batch size open
         return None
     kernel = decide_linears(x, backend, modules, around, PLAIN).kernel
     if kernel is None:

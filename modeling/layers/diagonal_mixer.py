@@ -43,9 +43,9 @@ class DiagonalMixer(nn.Module):
     quantisation, sharding) see W_in and W_out, and leave the cell as it is.
     """
 
-    def __init__(self, config: Any, layer_idx: int):
+    def __init__(self, config: Any):
         super().__init__()
-        self.config, self.layer_idx, width = config, layer_idx, config.hidden_size
+        self.config, width = config, config.hidden_size
         self.in_proj = nn.Linear(width, 2 * width, bias=False)
         self.conv = CausalConv1d(width, config.conv_kernel)
         self.cell = CELLS[config.cell](
@@ -117,11 +117,9 @@ class DiagonalMixer(nn.Module):
     ) -> torch.Tensor:  # [B, H], ahead of the norm
         x, gate = pair.chunk(2, -1)
         conv, cell = self.conv, self.cell
-        wide, past = (
-            torch.promote_types(x.dtype, torch.float32),
-            (x.shape[0], conv.past, x.shape[1]),
-        )
-        (window,) = own_states(cache, "conv", lambda: (x.new_zeros(past),))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        shape = x.shape[0], conv.past, x.shape[1]
+        (window,) = own_states(cache, "conv", lambda: (x.new_zeros(shape),))
         empty = lambda: tuple(torch.zeros_like(x, dtype=wide) for _ in range(cell.states))
         state = own_states(cache, "cell", empty)
         x = kernel.conv_step(x, conv.weight[:, 0], conv.bias, window)

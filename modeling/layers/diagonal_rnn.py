@@ -91,11 +91,8 @@ class _FlashLayer(nn.Module):
         check_method(method)
         factory = {"device": device, "dtype": dtype}
         self.input_size, self.hidden_size = input_size, hidden_size
-        self.max_recurrent, self.method, self.backend = (
-            max_recurrent,
-            method,
-            check_backend(backend),
-        )
+        self.max_recurrent, self.method = max_recurrent, method
+        self.backend = check_backend(backend)
         self.in_proj = HeadwiseLinear(input_size, hidden_size, 3, num_heads, bias, **factory)
         self.a = nn.Parameter(torch.empty(3, hidden_size, **factory))
         if self.peepholes:
@@ -161,8 +158,10 @@ class _FlashLayer(nn.Module):
         return [rows if m is None else bound.apply(rows, m) for rows in self.rows]
 
     def _check(self, x: Tensor, letters: str, dims: int) -> None:
+        wanted = letters.format(self.input_size)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__}, but must be a tensor {wanted}")
         if x.dim() != dims or x.shape[-1] != self.input_size:
-            wanted = letters.format(self.input_size)
             raise ValueError(f"x has shape {list(x.shape)}, but must be {wanted}")
 
     def extra_repr(self) -> str:

@@ -23,6 +23,8 @@ class GateLinear(nn.Linear):
 
     It has few rows, and quantisation tools leave it as it is."""
 
+    kernel_adds_bias = True  # known_code.why_not_weights
+
     def __init__(self, inputs: int, start: torch.Tensor):
         super().__init__(inputs, len(start))
         self.start = start.tolist()
@@ -63,9 +65,8 @@ class HeadNorm(nn.Module):
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:  # [..., N D] -> [..., N, D]
     width = x.shape[-1] // heads  # -1 would not do for no tokens
-    return x.view(
-        *x.shape[:-1], heads, width
-    )  # unflatten is opaque to Dynamo under a device context
+    # unflatten is opaque to Dynamo under a device context
+    return x.view(*x.shape[:-1], heads, width)
 
 
 def find_replay(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from .replace import check_module
+from .replace import check_module, restore
 from .rnn import GRU, LSTM, GRUCell, LSTMCell, RNNCell
 from .rnn_classes import base_class
 
@@ -51,6 +51,9 @@ class Converter:
         names += ("nonlinearity",) if isinstance(module, nn.RNNCell) else ()
         # torch's quantised modules always have biases: a module without gets zeros.
         twin = self.own(**{name: getattr(module, name) for name in names})
+        restore(
+            twin
+        )  # inside drop_in it is flashcell's, and torch's from_float takes exact classes
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
                 there = module.bias or not name.startswith("bias")

@@ -13,6 +13,14 @@ from ..state.cache import RecurrentStateLayer, own_states
 from .decode_linear import StepLinear, apply_norm, operands
 
 
+def forget_biases(width: int, layer: int, layers: int) -> torch.Tensor:  # [width]
+    """Returns the initial forget biases of an sLSTM's head. They fall from 5 to -7 by a power law whose
+    exponent grows with depth, so deeper blocks remember longer (xLSTM, arXiv 2405.04517, in its
+    published code)."""
+    depth = layer / max(layers - 1, 1)
+    return 5.0 - 12.0 * torch.linspace(0, 1, width, device="cpu") ** (0.3 + 1.3 * depth)
+
+
 class RecurrentMixer(nn.Module):
     """Projects the input to the gates and runs a recurrent cell over time, with several heads.
 
@@ -37,8 +45,7 @@ class RecurrentMixer(nn.Module):
         2014).
 
         A state is kept at the start: the LSTM's forget gate has bias 1 (Jozefowicz et al. 2015), so
-        has the GRU's update gate; sLSTM's forget biases fall from 5 to -7 within a head by a power
-        law whose exponent grows with depth (xLSTM, arXiv 2405.04517, in its published code).
+        has the GRU's update gate; for sLSTM see `forget_biases`.
         """
         weight, bias = self.recurrent_weight, self.gate_bias
         if weight.device.type == "meta":
@@ -50,9 +57,8 @@ class RecurrentMixer(nn.Module):
         if self.cell in ("lstm", "gru"):
             biases[1] = 1.0
         elif self.cell == "slstm":
-            depth = self.layer_idx / max(self.config.num_hidden_layers - 1, 1)
-            unit = torch.linspace(0, 1, bias.shape[-1], device=bias.device)
-            biases[1] = 5.0 - 12.0 * unit ** (0.3 + 1.3 * depth)
+            layers = self.config.num_hidden_layers
+            biases[1] = forget_biases(bias.shape[-1], self.layer_idx, layers)
         init.copy_(weight, matrices)
         init.copy_(bias, biases)
 

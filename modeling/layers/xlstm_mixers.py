@@ -20,6 +20,7 @@ from ..state.cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d, convolve
 from .headwise_linear import HeadwiseLinear
 from .mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
+from .recurrent_mixer import forget_biases
 
 SLSTM_GATES = 4  # i, f, z, o
 
@@ -106,13 +107,10 @@ class SLSTMMixer(nn.Module):
         self.head_norm = HeadNorm(heads, width, config.norm_eps)
 
     def init_weights(self) -> None:
-        """Initialises the recurrent weights to 0 and the forget biases by depth. These fall from 5
-        to -7 within a head by a power law whose exponent grows with depth, so that deeper blocks
-        remember longer.
-        """
-        depth = self.layer_idx / max(self.config.num_hidden_layers - 1, 1)
+        """Initialises the recurrent weights and all biases to 0, but for `forget_biases`."""
         biases = torch.zeros(self.gate_bias.shape)
-        biases[1] = 5.0 - 12.0 * torch.linspace(0, 1, biases.shape[-1]) ** (0.3 + 1.3 * depth)
+        layers = self.config.num_hidden_layers
+        biases[1] = forget_biases(biases.shape[-1], self.layer_idx, layers)
         init.zeros_(self.recurrent_weight)
         init.copy_(self.gate_bias, biases)
 

@@ -47,13 +47,10 @@ def find_boundaries(
     """
     hold = reset = None
     given = {"attention_mask": attention_mask, "position_ids": position_ids, "seq_idx": seq_idx}
-    for name, value in (*given.items(), ("cu_seq_lens_q", cu_seq_lens)):
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}, but must be a tensor")
+    check_tensors(**given, cu_seq_lens_q=cu_seq_lens)
     if attention_mask is not None:
-        if attention_mask.dim() != 2 or len(attention_mask) != batch:
-            raise _shape_error("attention_mask", attention_mask, f"[{batch}, at least {length}]")
-        if attention_mask.shape[1] < length:
+        shape = attention_mask.shape
+        if len(shape) != 2 or shape[0] != batch or shape[1] < length:
             raise _shape_error("attention_mask", attention_mask, f"[{batch}, at least {length}]")
         hold = attention_mask[:, attention_mask.shape[1] - length :] == 0
     if cu_seq_lens is not None:
@@ -75,6 +72,13 @@ def find_boundaries(
             first = ids == 0
         reset = first if reset is None else reset | first
     return Boundaries(reset, hold)
+
+
+def check_tensors(**given: Any) -> None:
+    """Raises TypeError for an argument that is neither a tensor nor None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, but must be a tensor")
 
 
 def is_full(mask: Any) -> bool:

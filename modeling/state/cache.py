@@ -58,7 +58,6 @@ class RecurrentStateLayer(Rollback, CacheLayerMixin):
     Each update replaces the tensors, so what a backward pass still needs is never overwritten.
     """
 
-    in_dynamic_cache = True  # whether DynamicCache makes layers of this class
     is_compileable = True  # the shapes never change
     supports_early_init = False  # the mixer knows which states there are
     goes_on = True  # a second call continues from the states of the first

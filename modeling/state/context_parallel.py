@@ -50,9 +50,8 @@ from transformers.cache_utils import Cache
 from .cache import CACHE, NAMES, RecurrentStateLayer, States
 
 IGNORED = -100  # a target that counts for nothing
-Layout = dict[
-    str, list[tuple[torch.Size, torch.dtype]]
-]  # group -> shapes and dtypes of a layer's states
+# group -> shapes and dtypes of a layer's states
+Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]
 
 
 class P2P:

@@ -13,7 +13,7 @@ import queue
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,8 @@ class StateFolder:
             self._shrink()
 
     def _shrink(self) -> None:
-        for name in self._oldest():
-            self._remove(name)
-
-    def _oldest(self) -> Iterator[Name]:
         while self.used > self.budget and self._sizes:
-            yield next(iter(self._sizes))
+            self._remove(next(iter(self._sizes)))
 
     def _remove(self, name: Name) -> None:
         with self._lock:

@@ -25,7 +25,7 @@ class Rollback:
     seen_before  how many tokens of the text the cache held when assisted decoding began
     """
 
-    in_dynamic_cache = True
+    in_dynamic_cache = True  # whether DynamicCache makes layers of this class
     record_past = False
     past: tuple[tuple[int, dict[str, States]], ...] = ()
     owed = 0

@@ -37,17 +37,25 @@ def check_row(name: str, cache: Any, shapes: Shapes) -> None:
     """Raises unless `cache` is the state of one sequence, of the model that has these `shapes`."""
     if not isinstance(cache, Cache) or not all(map(is_recurrent, cache.layers)):
         raise TypeError(f"{name} is a {type(cache).__name__}, but must be a cache of states")
-    states = named_states(cache)
+    check_shapes(name, named_states(cache), shapes, 1)
+
+
+def check_shapes(
+    origin: str, states: dict[str, torch.Tensor], shapes: Shapes, rows: int | None = None
+) -> None:
+    """Raises ValueError unless the states have the names, shapes and dtypes of `shapes`, and all have
+    `rows` rows; with None, as many as the first."""
     if states.keys() != shapes.keys():
         missing, extra = sorted(shapes.keys() - states), sorted(states.keys() - shapes)
         raise ValueError(
-            f"{name} has states of another model: without {missing[:3]}, but with {extra[:3]}"
+            f"{origin} has states of another model: without {missing[:3]}, but with {extra[:3]}"
         )
-    for state, s in states.items():
-        shape, dtype = shapes[state]
-        if s.shape != (1, *shape) or s.dtype != dtype:
+    batch = states[next(iter(shapes))].shape[:1] if rows is None else (rows,)
+    for name, (shape, dtype) in shapes.items():  # in the layers' order, which a file does not keep
+        s, wanted = states[name], [*batch, *shape]
+        if list(s.shape) != wanted or s.dtype != dtype:
             raise ValueError(
-                f"{name}: {state} is {list(s.shape)} {s.dtype}, but must be {[1, *shape]} {dtype}"
+                f"{origin}: {name} is {list(s.shape)} {s.dtype}, but must be {wanted} {dtype}"
             )
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..utils.whole_file import write_file
 from .cache import is_recurrent
 from .rollback import refuse_owed
-from .rows import Shapes, named_states, state_shapes
+from .rows import Shapes, check_shapes, named_states, state_shapes
 
 FORMAT = {"format": "flashcell.state", "version": "1"}
 
@@ -51,7 +51,7 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike, input_ids: Any
     tensors = named_states(cache)
     if not tensors or not int(cache.get_seq_length()):
         raise ValueError("cache is empty, but must hold the states after at least one token")
-    _check_shapes("cache", tensors, state_shapes(model))
+    check_shapes("cache", tensors, state_shapes(model))
     ids = None if input_ids is None else _ids_of(input_ids, cache)
     place = _place(path)
     if not place.name or place.is_dir():
@@ -115,7 +115,7 @@ def read_state(
     tokens = metadata.get("tokens", "")
     if not re.fullmatch("[0-9]{1,18}", tokens) or int(tokens) < 1:
         raise ValueError(f"{path}: tokens is {tokens!r}, but must be a number of at least 1")
-    _check_shapes(str(path), tensors, shapes)
+    check_shapes(str(path), tensors, shapes)
     cache = DynamicCache(config=config)
     for i, layer in enumerate(cache.layers):
         groups: dict[str, list[torch.Tensor]] = {}
@@ -123,9 +123,9 @@ def read_state(
             own = tensors[name].to(device, copy=True)
             groups.setdefault(name.split(".")[2], []).append(own)
         layer.update_states(int(tokens), **{name: tuple(group) for name, group in groups.items()})
-    return cache, _ids_of(
-        json.loads(metadata["input_ids"]), cache
-    ) if "input_ids" in metadata else None
+    if "input_ids" not in metadata:
+        return cache, None
+    return cache, _ids_of(json.loads(metadata["input_ids"]), cache)
 
 
 def _place(path: Any) -> Path:
@@ -171,21 +171,3 @@ def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
 
 def _order(names: Any) -> list[str]:
     return sorted(names, key=lambda name: int(name.rsplit(".", 1)[1]))
-
-
-def _check_shapes(origin: str, tensors: dict[str, torch.Tensor], wanted: Shapes) -> None:
-    """Raises unless the tensors have the names, shapes and dtypes of the states that the model
-    makes."""
-    if wanted.keys() != tensors.keys():
-        missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
-        raise ValueError(
-            f"{origin} has states of another model: without {missing[:3]}, but with {extra[:3]}"
-        )
-    batch = tensors[next(iter(wanted))].shape[:1]
-    for name in wanted:  # in the layers' order, which a file does not keep
-        s = tensors[name]
-        shape, dtype = (*batch, *wanted[name][0]), wanted[name][1]
-        if s.shape != shape or s.dtype != dtype:
-            raise ValueError(
-                f"{origin}: {name} is {list(s.shape)} {s.dtype}, but must be {list(shape)} {dtype}"
-            )

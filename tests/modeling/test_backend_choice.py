@@ -288,3 +288,8 @@ def test_the_weights_are_flat_where_torch_would_have_them(monkeypatch):
     called.clear()
     module.flatten_parameters()
     assert called == [module]
+
+
+def test_explain_says_which_module_it_takes():
+    with pytest.raises(TypeError, match=r"must be flashcell's LSTM.*flashcell\.replace turns"):
+        flashcell.explain(nn.LSTM(3, 4), torch.randn(2, 3, 3))

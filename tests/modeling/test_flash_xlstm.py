@@ -155,7 +155,10 @@ def test_what_it_does_not_have_is_refused(recorded):
     for gone in ("xlstm_block_stack.post_blocks_norm.weight", "lm_head.weight"):
         with pytest.raises(ValueError, match=f"no {gone}"):
             FlashXLSTMForCausalLM.from_xlstm({k: w for k, w in weights.items() if k != gone})
-    with pytest.raises(ValueError, match="0 blocks"):
+    gap = {k.replace(f"{PREFIX}1.", f"{PREFIX}2."): w for k, w in weights.items()}
+    with pytest.raises(ValueError, match=r"has these blocks: 0, 2, but must be .* without a gap"):
+        FlashXLSTMForCausalLM.from_xlstm(gap)
+    with pytest.raises(ValueError, match="has these blocks: none"):
         FlashXLSTMForCausalLM.from_xlstm({k: w for k, w in weights.items() if PREFIX not in k})
 
 

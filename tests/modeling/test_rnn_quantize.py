@@ -172,3 +172,13 @@ def test_refusals(caplog):
         assert says in caplog.text
     with pytest.raises(ValueError, match="how to quantize with default settings"):
         flashcell.quantize_dynamic(nn.Sequential(flashcell.LSTM(I, D)), dtype=torch.int8)
+
+
+def test_within_drop_in():
+    """Modules that are built there are flashcell's, those that torch quantises must be its own."""
+    model = Holder(nn.LSTM(I, D))
+    x = make_input("LSTM")
+    wanted = flashcell.quantize_dynamic(model)(x)
+    with flashcell.drop_in():
+        found = flashcell.quantize_dynamic(model)(x)
+    assert all(map(torch.equal, found, wanted))

@@ -151,9 +151,10 @@ def test_what_is_between_the_layers_is_called_too(
 
 
 UNREADABLE = {
-    "width": nn.Linear(12, 8),
-    "order": nn.Linear(8, 16),
-    "place": nn.Linear(16, 8),
+    "width": nn.Linear(12, 8, bias=False),
+    "order": nn.Linear(8, 16, bias=False),
+    "place": nn.Linear(16, 8, bias=False),
+    "bias": nn.Linear(16, 8),
 }
 UNREADABLE["order"].weight.data = torch.ones(8, 16).mT
 UNREADABLE["place"].weight.data = torch.ones(129)[1:].view(8, 16)
@@ -162,7 +163,7 @@ UNREADABLE["place"].weight.data = torch.ones(129)[1:].view(8, 16)
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_a_weight_the_kernel_cannot_read_is_called(what):
     assert not is_plain(UNREADABLE[what], torch.ones(1))
-    assert is_plain(nn.Linear(16, 8), torch.ones(1))
+    assert is_plain(nn.Linear(16, 8, bias=False), torch.ones(1))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")

@@ -225,3 +225,14 @@ def test_token_classification(case, make_model, tokens):
     loss = model(ids, labels=torch.randint(0, 3, (2, 6))).loss
     loss.backward()
     assert all(p.grad.any() for p in model.parameters())
+
+
+def test_label_smoothing_is_that_of_the_next_token(case, make_model, tokens, tmp_path):
+    """Trainer shifts the labels only for models that transformers lists as causal."""
+    model, ids = make_model(case), tokens(2, 9)
+    options = {"label_smoothing_factor": 0.1, "use_cpu": DEVICE == "cpu", "report_to": []}
+    trainer = Trainer(model, TrainingArguments(tmp_path, **options))
+    found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    rows = model(ids).logits[:, :-1].flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(rows, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, wanted)
