@@ -25,7 +25,7 @@ def main() -> None:
     """Runs the command that the first argument names: `serve` here, others in place of this
     process."""
     name, *rest = sys.argv[1:] or [""]
-    if name in ("-h", "--help"):
+    if name in ("", "-h", "--help"):
         print(USAGE)
     elif name == "--version":
         from . import __version__

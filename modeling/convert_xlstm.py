@@ -59,10 +59,12 @@ def split_blocks(state_dict: Weights) -> tuple[Weights, list[Weights]]:
         else:
             blocks.setdefault(int(found[1]), {})[found[2]] = weight
     missing = [name for name in OUTSIDE if name not in outside]
-    if missing or sorted(blocks) != list(range(len(blocks))) or not blocks:
+    if missing or not blocks or sorted(blocks) != list(range(len(blocks))):
+        numbers = ", ".join(map(str, sorted(blocks))) or "none"
+        had = f"has no {', '.join(missing)}" if missing else f"has these blocks: {numbers}"
         raise ValueError(
-            f"state_dict has {len(blocks)} blocks and no {', '.join(missing) or 'gap'}, but must be "
-            "that of an xLSTMLMModel, with a norm after the last block"
+            f"state_dict {had}, but must be that of an xLSTMLMModel: its blocks from 0 on without a "
+            "gap, a norm after the last one, embedding and head"
         )
     return outside, [blocks[i] for i in range(len(blocks))]
 

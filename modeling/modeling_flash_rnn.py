@@ -44,13 +44,17 @@ class FlashRNNBlock(FusedStep, RecurrentBlock):
         super().__init__(layer_idx)
         width = config.hidden_size
         self.mixer_norm = make_norm(config.norm, width, config.norm_eps)
-        self.mixer = (DiagonalMixer if config.is_diagonal else RecurrentMixer)(config, layer_idx)
+        self.mixer: DiagonalMixer | RecurrentMixer
+        diagonal = config.is_diagonal
+        self.mixer = DiagonalMixer(config) if diagonal else RecurrentMixer(config, layer_idx)
         self.mlp_norm = make_norm(config.norm, width, config.norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
         if config.is_diagonal:
             back: Any
             for back in (self.mixer.out_proj, self.mlp.down_proj):
-                back.blocks = layer_idx + 1  # number of residual branches; see _init_weights
+                back.blocks = (
+                    layer_idx + 1
+                )  # up to here, of two residual branches each: _init_weights
 
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries

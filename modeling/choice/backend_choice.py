@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from ..hub.kernel_loader import load_kernel
+from ..hub.kernel_loader import kernel_info, load_kernel
 from ..kernels.fused_rnn.padding import padded_width
 from ..kernels.fused_rnn.private_names import (
     forward_level,
@@ -84,7 +84,8 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
     both and the table it comes from. Nothing is computed."""
     if not hasattr(module, "call_kind"):
         raise TypeError(
-            f"module is a {type(module).__name__}, but must be flashcell's LSTM, GRU, RNN or a cell"
+            f"module is a {type(module).__name__}, but must be flashcell's LSTM, GRU, RNN or a cell: "
+            "flashcell.replace turns torch.nn's into these"
         )
     kernel = module.kernel_for(input)  # raises for what is no input
     data = _data(input)
@@ -95,16 +96,20 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
     if states_override_torch(hx) or (kernel is None and overrides_torch(module, data)):
         return "torch: the input, a state or the weights have a __torch_function__ of their own"
     if kernel is None:
+        device = data.device.type
+        info = kernel_info("fused-rnn", device)
+        if info.source == "reference":
+            return f"torch: no kernel here: {info.reason}"
         kind = data.dtype if data.layout is torch.strided else data.layout
-        return f"torch: no kernel of ours runs {kind} on {data.device.type} here"
+        return f"torch: no kernel of ours runs {kind} on {device}"
     key = _key(module, module.call_kind, input)
     found = None if key is None else _predict(key)
     if found is None:
         return f"kernel: no table has the costs of such calls on {data.device.type}"
     times = (
         f"torch.nn's forward is predicted to take {found.torch_us:.0f} us and our kernels "
-        f"{found.kernel_us:.0f} us (by {found.source}; ours run where they are at least "
-        f"{found.margin:g} times as fast)"
+        f"{found.kernel_us:.0f} us (by {found.source}; torch.nn's runs where it is predicted to take "
+        f"less than {found.margin:g} times the time of ours)"
     )
     if not found.torch_wins:
         return f"kernel: {times}"
@@ -231,10 +236,8 @@ def _obstacle(module: Any, kind: int, input: Any, hx: Any) -> str | None:
         return "forward-mode derivatives are taken"
     if is_tracing():
         return "the call is traced"
-    index, dtype = (
-        data.get_device(),
-        data.dtype,
-    )  # comparing two devices takes several times as long
+    # Comparing two devices takes several times as long as comparing their numbers.
+    index, dtype = data.get_device(), data.dtype
     on_gpu = index >= 0
     if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
         return "autocast is enabled"

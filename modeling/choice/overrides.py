@@ -13,9 +13,10 @@ from .cost_model import CELLS
 
 
 def overrides_torch(module: Any, data: Any) -> bool:
-    """Whether the input or the weights have a __torch_function__ of their own, which may know torch's
-    functions only. torch.overrides.has_torch_function also says so while a mode is on, such as
-    `with torch.device(...)`."""
+    """Whether the input or the weights have a __torch_function__ of their own.
+
+    torch.overrides.has_torch_function would not do: while a mode such as `with torch.device(...)` is on,
+    it is true of every tensor."""
     weight = weight_of(module, "weight_ih" if module.call_kind >= CELLS else "weight_ih_l0")
     return _has_own_functions(type(data)) or _has_own_functions(type(weight))
 

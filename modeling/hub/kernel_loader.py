@@ -132,7 +132,8 @@ def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
     path = os.environ.get("FLASHCELL_LOCK")
     kernels = (read_lock(Path(path)) if path else check_lock(LOCK, "kernels_lock.py"))["kernels"]
     if name not in kernels:
-        raise ValueError(f"kernel is {name!r}, but the lock has {', '.join(kernels) or 'none'}")
+        known = ", ".join(kernels) or "none: the lock is empty"
+        raise ValueError(f"name is {name!r}, but must be one of {known}")
     locked, reason = kernels[name], None
     try:
         if backend != "reference" and device_type != "meta":  # meta tensors have nothing to compute

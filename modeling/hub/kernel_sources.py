@@ -145,8 +145,9 @@ def _from_hub(name: str, locked: dict[str, Any], device_type: str) -> tuple[Any,
     repo, revision, variants = locked["repo"], locked["revision"], locked["variants"]
     if revision is None:
         raise KernelUnavailable(
-            f"the lock says that {repo} is unpublished (in a checkout scripts/build_kernels builds "
-            f"it, elsewhere LOCAL_KERNELS={repo}=/directory names a build)"
+            f"the lock says that {repo} is unpublished, and no build of it for {device_type} was found "
+            f"(in a checkout scripts/build_kernels makes one, elsewhere LOCAL_KERNELS={repo}=/directory "
+            "names one)"
         )
     archs = {variant: entry["archs"] for variant, entry in variants.items()}
     variant = choose_variant(archs, device_type)

@@ -1,1 +1,1 @@
-"""Shared helpers: compatibility of old import paths, and atomic file writes."""
+"""Shared helpers: atomic file writes, tokens of chats, private names, and old import paths."""

@@ -26,7 +26,10 @@ LONGEST = 1024  # tokens of a document
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="All other options are those of transformers.TrainingArguments, such as --output_dir.",
+    )
     parser.add_argument("folder", type=Path)
     given, rest = parser.parse_known_args()
     (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(rest)

@@ -72,7 +72,7 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
         return cell
     if name in DIAGONAL:
         bound = {"max_recurrent": task.max_recurrent, "norm_eps": EPS}
-        return DiagonalMixer(FlashRNNConfig(cell=name, backend=backend, **bound, **sizes), 0)
+        return DiagonalMixer(FlashRNNConfig(cell=name, backend=backend, **bound, **sizes))
     if name == "mlstm":
         mlstm = FlashMLSTMMixer(FlashMLSTMConfig(backend=backend, **sizes))
         for module in mlstm.modules():

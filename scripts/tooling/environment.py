@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--home", type=Path, help="state folder; default $FLASHCELL_HOME or .flashcell/"
     )
     parser.add_argument(
-        "--here", action="store_true", help="use the present Python, make no environment"
+        "--here",
+        action="store_true",
+        help="use the present Python; else a checkout makes an environment in --home (gigabytes)",
     )
 
 

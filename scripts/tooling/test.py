@@ -52,7 +52,8 @@ def parse_arguments() -> argparse.Namespace:
         choices=emulated.MACHINES,
         help="test the kernels for another machine under emulation, and nothing else",
     )
-    add("--jobs", type=int, default=2, help="pytest processes")
+    # One more than the cores of a small machine: tests of servers and of other processes mostly wait.
+    add("--jobs", type=int, default=3, help="pytest processes")
     add("pytest", nargs="*", help="arguments for pytest, after --")
     environment.add_arguments(parser)
     return parser.parse_args()
