@@ -9,6 +9,7 @@ from typing import Any
 from .engine import Answer, Choice
 from .errors import ApiError
 from .protocol import Asked
+from .text import text_of
 
 Decode = Callable[[list[int]], str]
 END = b"data: [DONE]\n\n"
@@ -132,7 +133,7 @@ class Writer:
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        text, found = self.decode([token]), self.token_bytes(token)
+        text, found = text_of(self.decode, token), self.token_bytes(token)
         if found is not None and found != text.encode():
             # a part of a character, as OpenAI writes it
             text = "".join(f"\\x{byte:02x}" for byte in found)

@@ -100,7 +100,8 @@ class Answer:
         self.ready.clear()
         if self.gone:
             raise ClientGone
-        return [c for c in self.choices if c.fresh or (c.completion and c.reason is None)]
+        # One that has met its stop string may get tokens until the Batcher lets go of it.
+        return [c for c in self.choices if c.reason is None and (c.fresh or c.completion)]
 
     def leave(self) -> None:
         self.gone = True

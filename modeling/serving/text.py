@@ -75,6 +75,13 @@ class Text:
         return 0
 
 
+def text_of(decode: Callable[[list[int]], str], token: int) -> str:
+    """Returns what a token adds to a text. Some decoders drop the space before a text's first word."""
+    alone, twice = decode([token]), decode([token, token])
+    whole = UNFINISHED not in alone and twice.startswith(alone)
+    return twice[len(alone) :] if whole else alone
+
+
 class TokenBytes:
     """The bytes of a token, which may be a part of a character; None where the tokenizer does not say."""
 
@@ -82,7 +89,7 @@ class TokenBytes:
         self._tokenizer, self._decode = tokenizer, decode
 
     def __call__(self, token: int) -> bytes | None:
-        text = self._decode([token])
+        text = text_of(self._decode, token)
         if UNFINISHED not in text:
             return text.encode()
         name = self._tokenizer.convert_ids_to_tokens(token)
