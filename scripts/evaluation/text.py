@@ -109,9 +109,13 @@ def documents(tokenizer, texts: list[str]) -> list[np.ndarray]:
     return found
 
 
-def lay_out(tokenizer, texts: list[str]) -> Lanes:
-    """Arranges whole documents in lanes; the last prediction of each is its end."""
-    end = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+def lay_out(model, tokenizer, texts: list[str]) -> Lanes:
+    """Arranges whole documents in lanes; the last prediction of each is its end.
+
+    It is the model's own, if the configuration has one: the tokenizer's may be another."""
+    end = model.config.eos_token_id
+    if not isinstance(end, int):
+        end = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return held_out_lanes(documents(tokenizer, texts), end)
 
 
@@ -129,7 +133,7 @@ def token_losses(model, lanes: Lanes, length: int) -> Iterator[tuple[np.ndarray,
 
 
 def score(model, tokenizer, texts: list[str], length: int) -> Score:
-    parts = [nats for _, nats in token_losses(model, lay_out(tokenizer, texts), length)]
+    parts = [nats for _, nats in token_losses(model, lay_out(model, tokenizer, texts), length)]
     nats = np.concatenate(parts)
     return Score(float(nats.sum()), len(nats), sum(len(text.encode()) for text in texts))
 
@@ -140,7 +144,7 @@ def by_position(
     """Averages the loss by position: rows (first, last, tokens, nats per token) for 2^k - 1 to
     2^(k+1) - 2. It shows whether the model still works beyond its training length."""
     counts, sums = np.zeros(64), np.zeros(64)
-    for positions, nats in token_losses(model, lay_out(tokenizer, texts), length):
+    for positions, nats in token_losses(model, lay_out(model, tokenizer, texts), length):
         octave = np.log2(positions + 1).astype(int)
         counts += np.bincount(octave, minlength=64)
         sums += np.bincount(octave, nats, minlength=64)

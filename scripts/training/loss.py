@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+PLAIN = {"flash_rnn", "flash_mlstm", "flash_xlstm", "gpt2", "llama", "mamba2"}  # logits are W x
 IGNORED = -100
 CHUNK = 2**28  # logits at a time, at most: 1 GiB in fp32
 TILE = 128  # columns: the products of a head with 50,257 took 126 of a step's 276 ms on an H200
@@ -84,22 +86,38 @@ def chunk(
     return losses, g, share[:, None] * s
 
 
+def loss_of(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """Computes HeadLoss's mean from logits [N, V], which are all in memory."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    counted = targets != IGNORED
+    nats = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    squares = logits.logsumexp(-1)[counted].square().sum() if z_loss else 0.0
+    return (nats + z_loss * squares) / counted.sum().clamp(min=1)
+
+
 def add_loss(model: nn.Module) -> None:
     """Makes model(..., targets=[B, T], z_loss=0.0) return (the mean loss, the cache), without logits.
 
     It changes the model's own forward, so that wrappers (DDP, FSDP2, autocast) see an ordinary call
-    and the names in checkpoints do not change.
+    and the names in checkpoints do not change. Of a model whose logits are not known to be W x, perhaps
+    with our soft cap, all logits are computed, by its own forward.
     """
     plain: Callable[..., Any] = model.forward
     cap = getattr(model.config, "output_logit_soft_cap", None)
+    head = model.get_output_embeddings()
+    chunked = model.config.model_type in PLAIN and getattr(head, "bias", None) is None
 
     def forward(*arguments: Any, targets: Tensor | None = None, z_loss: float = 0.0, **rest: Any):
         if targets is None:
             return plain(*arguments, **rest)
+        if not chunked:
+            output = plain(*arguments, **rest)
+            logits = output.logits.flatten(0, 1)
+            return loss_of(logits, targets.flatten(), z_loss), output.get("past_key_values")
         output = model.base_model(*arguments, **rest)
         hidden = output.last_hidden_state.flatten(0, 1)
         weight = model.get_output_embeddings().weight
         loss = HeadLoss.apply(hidden, weight, targets.flatten(), cap, z_loss)
-        return loss, output.past_key_values
+        return loss, output.get("past_key_values")
 
     model.forward = forward

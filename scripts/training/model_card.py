@@ -39,7 +39,8 @@ def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) 
     loaded = loaded.to(training.accelerator.device)
     loaded.config.backend = training.args.backend
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    nats = held_out_loss(loaded, training.texts.held_out_lanes, training.recipe.length)
+    recipe, lanes = training.recipe, training.texts.held_out_lanes
+    nats = held_out_loss(loaded, lanes, recipe.length, recipe.carry, recipe.isolate)
     facts = describe_run(training) | describe_corpus(training, corpus)
     facts |= {
         "held_out_loss": f"{nats:.4f}",

@@ -4,6 +4,7 @@ A file of scripts/recipes/ holds one, or several that share most values: under `
 what it changes. The name of the variant is then the name of the run.
 """
 
+import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 POSITIVE = ("log_every", "evaluate_every", "checkpoint_every", "batch", "length", "steps")
 POSITIVE += ("vocab_size",)
 NOT_NEGATIVE = ("warmup", "cooldown", "micro_batch", "held_out_in", "final_learning_rate")
+NOT_NEGATIVE += ("weight_decay", "z_loss")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Recipe:
     learning_rate: float
     final_learning_rate: float  # at the end of the cosine
     weight_decay: float
-    clip: float  # largest norm of the gradient
+    clip: float  # largest norm of the gradient; .inf does not clip
     precision: str  # accelerate's: "no" or "bf16"
     log_every: int
     evaluate_every: int
@@ -80,7 +82,8 @@ class Recipe:
         for name in values:
             kind: Any = names[name]
             accepted = (int, float) if kind is float else kind
-            if not isinstance(values[name], accepted):
+            wrong = isinstance(values[name], bool) and kind is not bool
+            if wrong or not isinstance(values[name], accepted):
                 raise ValueError(f"{path}: {name} is {values[name]!r}, but must be {kind.__name__}")
         recipe = cls(**values)
         recipe.check(path)
@@ -93,10 +96,16 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be at least 1")
         for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be at least 0")
-        if not self.learning_rate > 0:
-            raise ValueError(f"{path}: learning_rate is {self.learning_rate}, but must be above 0")
+        for name in ("learning_rate", "eps", "clip"):
+            if not getattr(self, name) > 0 or (name != "clip" and getattr(self, name) == math.inf):
+                raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be above 0")
+        number = lambda b: isinstance(b, (int, float)) and 0 <= b < 1
+        if len(self.betas) != 2 or not all(map(number, self.betas)):
+            raise ValueError(
+                f"{path}: betas is {self.betas}, but must be two numbers from 0, below 1"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{path}: dropout is {self.dropout}, but must be at least 0, below 1")
         if self.precision not in ("no", "bf16"):

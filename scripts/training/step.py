@@ -2,6 +2,8 @@
 
 import ctypes
 import math
+import re
+from inspect import signature
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -16,7 +18,11 @@ from training.recipe import Recipe
 # Parameters below which FSDP2 takes a model as one unit, gathered and reduced once a step: lstm_165m
 # (164 M) on two H200s then takes 1.04 times one GPU's step; by blocks, gathered at every use, 1.18.
 ONE_UNIT = 2**28
-BRANCHES = ("mixer", "mlstm_layer", "mlp", "ffn")  # what a block adds to the residual stream
+# What a block adds to the residual stream, in our families and in transformers'.
+BRANCHES = ("mixer", "mlstm_layer", "self_attn", "attn", "attention", "mlp", "ffn")
+
+
+LATE = {"backend", "rope_theta", "rope_scaling"}  # settings that no configuration lists
 
 
 def keep_memory() -> None:
@@ -33,6 +39,11 @@ def keep_memory() -> None:
 
 def make_config(recipe: Recipe, tokenizer=None, backend: str = "auto"):
     """Returns the model's configuration; takes the vocabulary size from the tokenizer, if given."""
+    if recipe.model.get("vocab_size", recipe.vocab_size) != recipe.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {recipe.model['vocab_size']}, but must be left out: vocab_size is "
+            f"{recipe.vocab_size}"
+        )
     values = dict(recipe.model, vocab_size=recipe.vocab_size)
     if tokenizer is not None:
         if not recipe.tokenizer:
@@ -51,6 +62,9 @@ def make_config(recipe: Recipe, tokenizer=None, backend: str = "auto"):
     make = CONFIG_MAPPING[kind]
     if preset is not None and not hasattr(make, "preset"):
         raise ValueError(f"model.preset is {preset!r}, but {kind} has no presets: leave it out")
+    known = {*make().to_dict(), *make.attribute_map, *signature(make).parameters, *LATE}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"model has {', '.join(unknown)}, but {kind} has no such settings")
     try:
         config = make(**values) if preset is None else make.preset(preset, **values)
     except StrictDataclassError as error:
@@ -98,14 +112,16 @@ def add_dropout(model: nn.Module, rate: float) -> None:
 
     blocks = next(m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
     for block in blocks:
-        branches = [branch for name, branch in block.named_children() if name in BRANCHES]
-        if not branches:
+        parts = dict(block.named_children())
+        rest = {n for n, m in parts.items() if not re.search("Norm|Dropout", type(m).__name__)}
+        if not rest or (unknown := rest - set(BRANCHES)):
             raise ValueError(
-                f"dropout is {rate}, but must be 0 for a {type(block).__name__}: none of its parts is "
-                f"one of {', '.join(BRANCHES)}"
+                f"dropout is {rate}, but must be 0 for a {type(block).__name__}: it has "
+                f"{', '.join(sorted(unknown)) if rest else 'no parts'}, and known are only norms and "
+                f"{', '.join(BRANCHES)}"
             )
-        for branch in branches:
-            branch.register_forward_hook(drop)
+        for name in rest:
+            parts[name].register_forward_hook(drop)
     model.get_input_embeddings().register_forward_hook(drop)
 
 

@@ -1,6 +1,7 @@
 """Tests scripts/evaluate: text scored token by token, by position, and a task of lm-eval without a
 network."""
 
+import copy
 import math
 import os
 import re
@@ -46,6 +47,15 @@ def test_a_score_is_the_sum_over_documents(checkpoint):
     assert found.perplexity == pytest.approx(math.exp(expected / found.predictions), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(expected / math.log(2) / found.bytes, rel=1e-6)
     assert score(model, tokenizer, TEXTS, 3).nats == pytest.approx(found.nats, rel=1e-6)
+
+
+def test_the_end_of_a_document_is_the_models_own(checkpoint):
+    """The tokenizer's may be another, which the model was never trained to predict."""
+    model, tokenizer = checkpoint
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = other.convert_ids_to_tokens(7)
+    assert other.eos_token_id != model.config.eos_token_id
+    assert score(model, other, TEXTS, 256) == score(model, tokenizer, TEXTS, 256)
 
 
 def test_positions_add_up(checkpoint):

@@ -147,6 +147,14 @@ def test_embeddings_are_spared_where_the_recipe_says_so():
         ({"dropout": 1.0}, "dropout is 1.0, but must be at least 0, below 1"),
         ({"precision": "fp8"}, "precision is 'fp8', but must be 'no' or 'bf16'"),
         ({"betas": 0.9}, "betas is 0.9, but must be list"),
+        ({"betas": [0.9]}, "betas is [0.9], but must be two numbers from 0, below 1"),
+        ({"betas": [0.9, 1.0]}, "betas is [0.9, 1.0], but must be two numbers from 0, below 1"),
+        ({"clip": 0.0}, "clip is 0.0, but must be above 0"),
+        ({"clip": float("nan")}, "clip is nan, but must be above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf, but must be above 0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, but must be at least 0"),
+        ({"z_loss": float("nan")}, "z_loss is nan, but must be at least 0"),
+        ({"batch": True}, "batch is True, but must be int"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, changes, message):
@@ -170,6 +178,14 @@ def test_what_is_no_recipe_is_refused(tmp_path, text):
         ({"model_type": "flash"}, "model.model_type is 'flash', but must be a type"),
         ({"model_type": "flash_rnn", "preset": "x"}, "preset is 'x', but must be one of lstm_165m"),
         ({"model_type": "llama", "preset": "x"}, "model.preset is 'x', but llama has no presets"),
+        (
+            {"model_type": "flash_rnn", "cel": "gru"},
+            "model has cel, but flash_rnn has no such settings",
+        ),
+        (
+            {"model_type": "flash_rnn", "vocab_size": 7},
+            "model.vocab_size is 7, but must be left out",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(tmp_path, model, message):

@@ -251,17 +251,22 @@ def test_weight_decay_is_for_matrices_only():
 
 
 @pytest.mark.parametrize(
-    ("family", "branches"), [("flash_rnn", 4), ("flash_mlstm", 4), ("flash_xlstm", 3)]
+    ("family", "branches"),
+    [("flash_rnn", 4), ("flash_mlstm", 4), ("flash_xlstm", 3), ("llama", 4), ("gpt2", 4)],
 )
 def test_dropout_is_of_every_branch_and_of_training(family, branches):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from training.step import BRANCHES, add_dropout
 
-    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2}
     options = {"slstm_at": [1]} if family == "flash_xlstm" else {}
+    if family.startswith("flash"):
+        options |= {"num_heads": 2, "backend": "reference"}
+    else:
+        options |= {"num_attention_heads": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, backend="reference", **sizes, **options)
+    config = AutoConfig.for_model(family, **sizes, **options)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(16)[None]
     with torch.no_grad():
         plain = model(ids).logits
@@ -288,6 +293,8 @@ def test_dropout_of_an_unknown_block_is_refused():
     from training.step import add_dropout
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1))
-    del model.transformer.h[0].mlp
-    with pytest.raises(ValueError, match=r"dropout is 0\.1, but must be 0 for a GPT2Block"):
+    model.transformer.h[0].other = torch.nn.Linear(8, 8)
+    with pytest.raises(
+        ValueError, match=r"dropout is 0\.1, but must be 0 for a GPT2Block.* other,"
+    ):
         add_dropout(model, 0.1)
