@@ -164,6 +164,7 @@ class FlashMLSTMConfig(RecurrentConfig):
         mixer = dict.fromkeys(wide, "colwise_gather_output") | {"out_proj": "rowwise_split_input"}
         ffn = {**up, "proj_down": "rowwise"}
         return {
+            "embeddings": "embedding_rowwise",  # transformers adds it for the name embed_tokens alone
             **{f"blocks.*.mlstm_layer.{name}": style for name, style in mixer.items()},
             **{f"blocks.*.ffn.{name}": style for name, style in ffn.items()},
         }

@@ -84,10 +84,8 @@ class XlstmCell(RunsOnKernel):
         else:
             weight, bias = weight.view(N, G, D, D).transpose(0, 1), bias.view(G, N, D)
         options = {}
-        if config.gradient_recurrent_cut:
+        if config.backend == "cuda" and config.gradient_recurrent_cut:  # "vanilla" ignores it
             options["grad_clip"] = 0.0
-        elif config.gradient_recurrent_clipval is not None:
-            options["grad_clip"] = config.gradient_recurrent_clipval
         h, last = self.run_cell(
             config.function, x.to(dtype), weight, bias,
             None if state is None else split(state, (N, D)), **options,
@@ -113,6 +111,8 @@ class XlstmCell(RunsOnKernel):
             return (
                 f"it clips the states that leave it (forward_clipval {cell.config.forward_clipval})"
             )
+        if cell.config.backend == "cuda" and cell.config.gradient_recurrent_clipval is not None:
+            return "its CUDA code clips h, too, by gradient_recurrent_clipval"
         return None
 
 

@@ -38,8 +38,9 @@ class QuantizationConfig(QuantizationConfigMixin):
                             ones) or "int4" (4.5 bits with scales; the head gets int8)
     modules_to_not_convert  names of linear layers that stay as they are, or of modules around them
 
-    Adapters (peft's LoRA) are trained beside narrow weights, and merged into them only after
-    `model.dequantize()`. `model.resize_token_embeddings` keeps the head's rows, and quantises new ones.
+    Adapters (peft's LoRA and DoRA; DoRA not with "fp8") are trained beside narrow weights, and merged
+    into them only after `model.dequantize()`. Adapters that multiply the weight itself (HRA) need a
+    dequantised model. `model.resize_token_embeddings` keeps the head's rows, and quantises new ones.
 
     ValueError and TypeError name the argument, what it was and what it must be.
     """

@@ -75,6 +75,15 @@ class QuantizedLinear(nn.Linear):
             return unpack_int4(self.weight, self.scale, dtype)
         return (self.weight.float() * self.scale[:, None]).to(dtype)
 
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The weight, by the name by which peft knows layers that have `dequantize`, for its DoRA."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:  # [N, K]
+        """Returns the weight in fp32."""
+        return self.dequantized(torch.float32)
+
     def floating(self, dtype: torch.dtype) -> nn.Linear:
         """Returns a layer that computes the same, with a weight in `dtype`."""
         has_bias = self.bias is not None
@@ -124,7 +133,8 @@ class QuantizedLinear(nn.Linear):
             biases = [] if self.bias is None else [self.bias]
             y = kernel.linear_step(rows, [self.weight], biases, scales=[self.scale])[0]
             return y.view(*x.shape[:-1], -1)
-        if self.weight.dtype == INT4:
+        # fp16 ends at 65,504, which x q may pass long before x W^T does
+        if self.weight.dtype == INT4 or x.dtype == torch.float16:
             y = linear(x, self.dequantized(x.dtype))
         else:
             y = (linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)

@@ -124,7 +124,7 @@ def cut_prompt(
         attention_mask = attention_mask[:, -T:]
         if position_ids is not None:
             reset = find_boundaries(B, T, attention_mask, position_ids).reset
-            position_ids = _count_from(reset)  # counted over the text, not in each chunk
+            position_ids = count_from(reset)  # counted over the text, not in each chunk
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     return [
         tuple(None if t is None else t[:, start:end] for t in whole)
@@ -185,7 +185,7 @@ def _first_real(name: str, ids: torch.Tensor, hold: torch.Tensor) -> torch.Tenso
     return first & ~hold
 
 
-def _count_from(reset: Any) -> torch.Tensor:  # [B, T]
+def count_from(reset: Any) -> torch.Tensor:  # [B, T]
     """Returns positions that are 0 where a document begins and grow by one with every column."""
     at = torch.arange(reset.shape[1], device=reset.device)
     return at - torch.where(reset, at, -1).cummax(1).values

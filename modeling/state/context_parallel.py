@@ -20,8 +20,8 @@ around the model, or an all-reduce, averages them over the devices, which is the
 whole. As with micro-batches, a FlashGRU's or FlashLSTM's `max_recurrent` acts on each part's
 gradient by itself.
 
-Documents packed into the sequence are told apart by position_ids [B, T], split like the tokens, and
-padding by attention_mask [B, T], split likewise. cu_seq_lens_q and gradient checkpointing are
+Documents packed into the sequence are told apart by position_ids or seq_idx [B, T], split like the
+tokens, and padding by attention_mask [B, T], split likewise. cu_seq_lens_q and gradient checkpointing are
 refused: the first begins every document with an empty state, the second runs a layer twice. NCCL
 with CUDA_DEVICE_MAX_CONNECTIONS=1 is refused as well: with one launch queue, a rank's all-reduce
 can block the message that another rank waits for, which is a deadlock.
@@ -47,6 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .boundaries import count_from, find_boundaries
 from .cache import CACHE, NAMES, RecurrentStateLayer, States
 
 IGNORED = -100  # a target that counts for nothing
@@ -205,6 +206,7 @@ class ContextParallel:
             if inputs.get(name) is not None:
                 instead = "targets" if name == "labels" else "position_ids"
                 raise ValueError(f"{name} is given, but must be None here: use {instead}")
+        inputs = self._place_documents(input_ids, inputs)
         if targets is not None:  # `targets` are shifted already
             count = (targets != IGNORED).sum()
             dist.all_reduce(count, group=self.p2p.group)
@@ -219,10 +221,29 @@ class ContextParallel:
         setattr(output, CACHE, None)
         return output
 
+    def _place_documents(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns inputs whose position_ids alone tell documents apart. Whether a part begins with a new
+        document, the tokens before it may decide, which other ranks have."""
+        names = "attention_mask", "position_ids", "seq_idx"
+        mask, positions, numbers = (self._whole(inputs.get(name)) for name in names)
+        if numbers is None and (positions is None or mask is None):
+            return inputs
+        length = input_ids.shape[1] * self.p2p.size
+        found = find_boundaries(len(input_ids), length, mask, positions, None, numbers)
+        return {**inputs, "seq_idx": None, "position_ids": self.split(count_from(found.reset))}
+
+    def _whole(self, x: Tensor | None) -> Tensor | None:
+        """Joins the parts of all ranks, [B, T / ranks] -> [B, T]."""
+        if x is None:
+            return None
+        parts = [torch.empty_like(x) for _ in range(self.p2p.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.p2p.group)
+        return torch.cat(parts, 1)
+
     def begin(self, input_ids: Tensor) -> Cache:
         """Returns past_key_values for a model call made by the caller instead of by this class.
 
-        What the caller computes from the output goes through `join` before the backward pass."""
+        Documents may be told apart by position_ids without padding alone. What the caller computes from the output goes through `join` before the backward pass."""
         if self.given and torch.is_grad_enabled():
             raise RuntimeError(
                 "the states of the last call were given on, but no loss of it went through join: "

@@ -69,7 +69,17 @@ def check(checkpoint: Path, tokens: torch.Tensor) -> None:
     packed = torch.stack([torch.arange(length) % n for n in (4, 7)])
     padded = torch.ones(BATCH, length, dtype=torch.long)
     padded[0, :7], padded[1, 3:8] = 0, 0  # includes the whole of one part
-    for extra in ({}, {"position_ids": packed}, {"attention_mask": padded}):
+    numbered = torch.stack([torch.arange(length) // n for n in (PART, 4)])
+    begins = torch.ones_like(
+        padded
+    )  # documents begin with padding at, and before, a part's first token
+    begins[0, PART], begins[1, PART - 1] = 0, 0
+    counted = torch.stack([torch.arange(length) - n for n in (PART, PART - 1)])
+    counted = torch.where(counted < 0, counted + PART, counted)
+    both = {"position_ids": counted, "attention_mask": begins}
+    for extra in (
+        {}, {"position_ids": packed}, {"attention_mask": padded}, {"seq_idx": numbered}, both,
+    ):  # fmt: skip
         for way, bound in BOUNDS.items():
             want = whole(model, way, inputs | extra, targets)
             for what, got in split(model, way, inputs | extra, targets, context).items():

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import xLSTMConfig, xLSTMForCausalLM
 
 import flashcell
+from flashcell.integrations.slstm_cells import XlstmCell
 from numerics import assert_close
 
 # Kernels are named, because the package's own defaults need a GPU.
@@ -131,3 +132,23 @@ def test_another_call_changes_the_backend():
     assert [m.kernel_backend for m in model] == ["reference"] * 2
     flashcell.accelerate(model)
     assert [m.kernel_backend for m in model] == ["auto"] * 2
+
+
+@pytest.mark.parametrize("option", [{}, {"cut": True}, {"clipval": 1e-3}], ids=str)
+def test_slstm_cells_of_xlstm(option):
+    """Its "vanilla" backend ignores what it says of gradients; its CUDA code also clips h."""
+    cells = pytest.importorskip("xlstm.blocks.slstm.cell")
+    options = {f"gradient_recurrent_{name}": value for name, value in option.items()}
+    options |= {"hidden_size": 16, "num_heads": 2, "recurrent_weight_init": "standard"}
+    theirs = cells.sLSTMCell(cells.sLSTMCellConfig(backend="vanilla", **options))
+    ours, x = flashcell.accelerate(copy.deepcopy(theirs)), torch.randn(2, 7, 64)
+    assert type(ours) is not type(theirs)
+    sides = []
+    for cell in (theirs, ours):
+        h, _ = cell(x)
+        sides.append((h, *torch.autograd.grad(h.square().sum(), list(cell.parameters()))))
+    for want, got in zip(*sides, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    theirs.config.backend = "cuda"
+    refused = (XlstmCell.refusal(theirs) or "").startswith("its CUDA code clips h")
+    assert refused == ("clipval" in option)

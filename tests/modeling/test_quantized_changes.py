@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from decode_cases import DTYPE, KINDS, QUANTIZED_CONFIGS, logits, small_model, tokens
 from flashcell import QuantizationConfig, quantize_weights
+from flashcell.quantization.config import DTYPES
 from flashcell.quantization.linear import QuantizedLinear
 from numerics import assert_bitwise, assert_close
 
@@ -57,12 +58,15 @@ def test_another_vocabulary(tmp_path, model, weights, size):
         assert_close("loaded", again(x).logits, after, EPS)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_adapters_are_merged_into_dequantized_weights(model, weights):
+def test_adapters_are_merged_into_dequantized_weights(model, weights, dora):
     peft = pytest.importorskip("peft")
     model = quantize_weights(model, QuantizationConfig(weights))
     last = "down_proj" if hasattr(model, "model") else "proj_down"
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=[last], r=2)).eval()
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=[last], r=2, use_dora=dora)
+    ).eval()
     for name, weight in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
@@ -71,3 +75,16 @@ def test_adapters_are_merged_into_dequantized_weights(model, weights):
     merged = wrapped.merge_and_unload()
     assert not any(isinstance(m, QuantizedLinear) for m in merged.modules())
     assert_close("merged", logits(merged), want, EPS)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+def test_large_inputs_in_fp16(weights):
+    """x times whole numbers passes fp16's largest number long before x W^T does."""
+    layer, x = torch.nn.Linear(64, 8, bias=False).half(), torch.randn(3, 64).half()
+    x[:, 5] = 600
+    narrow = QuantizedLinear.of(layer, DTYPES[weights])
+    found = narrow(x)
+    assert found.isfinite().all()
+    assert_close(
+        "rows", found, torch.nn.functional.linear(x, narrow.dequantized(torch.float16)), 2e-3
+    )

@@ -19,6 +19,8 @@ can_shard = "fsdp_size" in {field.name for field in fields(DistributedConfig)}
 def test_sharded_models_are_whole_ones(make_model, tmp_path):
     for case in kinds():
         make_model(case, vocab_size=64).save_pretrained(tmp_path / case)
+    tied = make_model("flash_mlstm", vocab_size=64, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "flash_mlstm-tied")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     worker = Path(__file__).with_name("sharded_worker.py")
     done = subprocess.run(

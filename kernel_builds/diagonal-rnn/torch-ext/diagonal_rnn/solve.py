@@ -92,8 +92,9 @@ def solve(
                  the cell closes over (an nn.Module's) get their gradients too
     structure    of J: "diagonal"; "block", blocks [n, n] of S's last dimension n; "dense"; a name
                  given to `register_structure`; "auto" takes the narrowest of the first three that fits.
-                 It is tried on a few rows before the iteration, and for gradients on all rows at the
-                 solution: if J is not so there, "auto" takes "dense", and ValueError says it of a name
+                 A few rows are checked before the iteration and, for gradients, all rows at the
+                 solution. If J is not so there, "auto" changes to "dense"; a structure asked for by
+                 name raises ValueError in either check
     jacobian_fn  as cell -> J of a named structure: [N, *S], [N, *S, n] or [N, m, m] with m numbers in
                  a state. Default: torch.func.vjp of the cell, 1, n or m times, as always through a chunk
     guess        [B, T, *S]; default f(0, x)
