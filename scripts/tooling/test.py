@@ -1,6 +1,6 @@
 """Checks style, types and structure, then builds the kernels and runs the tests.
 
-    scripts/test                 all tests but the slow ones: about 45 minutes on two cores
+    scripts/test                 all tests but the slow ones: about 40 minutes on two cores
     scripts/test --ci            besides, whether the CUDA sources compile, and the tests of models with
                                  the oldest or the newest torch and transformers, by the day
     scripts/test --all           the tests marked slow too, and CUDA compiled as it ships
