@@ -276,9 +276,7 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         config, head, step_linear = self.config, self.lm_head, None
-        compiles = (
-            torch.compiler.is_compiling()
-        )  # then the batch size is open, and cannot be compared
+        compiles = torch.compiler.is_compiling()  # the batch size is open then
         if hidden_states.dim() == 3 and not compiles and hidden_states.shape[0] <= ROWS:
             step_linear = find_step_linear(hidden_states, config.backend, [head])
         if step_linear is not None:

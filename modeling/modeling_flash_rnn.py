@@ -52,9 +52,8 @@ class FlashRNNBlock(FusedStep, RecurrentBlock):
         if config.is_diagonal:
             back: Any
             for back in (self.mixer.out_proj, self.mlp.down_proj):
-                back.blocks = (
-                    layer_idx + 1
-                )  # up to here, of two residual branches each: _init_weights
+                # up to here, of two residual branches each: _init_weights
+                back.blocks = layer_idx + 1
 
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries

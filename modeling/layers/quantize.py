@@ -51,9 +51,8 @@ class Converter:
         names += ("nonlinearity",) if isinstance(module, nn.RNNCell) else ()
         # torch's quantised modules always have biases: a module without gets zeros.
         twin = self.own(**{name: getattr(module, name) for name in names})
-        restore(
-            twin
-        )  # inside drop_in it is flashcell's, and torch's from_float takes exact classes
+        # Inside drop_in it is flashcell's, and torch's from_float takes its own classes alone.
+        restore(twin)
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
                 there = module.bias or not name.startswith("bias")

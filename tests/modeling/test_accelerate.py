@@ -148,7 +148,7 @@ def test_slstm_cells_of_xlstm(option):
         h, _ = cell(x)
         sides.append((h, *torch.autograd.grad(h.square().sum(), list(cell.parameters()))))
     for want, got in zip(*sides, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)  # observed 2.4e-7
     theirs.config.backend = "cuda"
     refused = (XlstmCell.refusal(theirs) or "").startswith("its CUDA code clips h")
     assert refused == ("clipval" in option)
