@@ -29,7 +29,7 @@ SUBSET = {
         "batch": ("gru",),
         "wide": ("gru",),
         "step": ("gru", "rnn", "slstm"),
-        "cell": ("gru", "slstm"),
+        "cell": ("gru", "lstm"),
         "cut": ("gru", "slstm"),
     }
 }

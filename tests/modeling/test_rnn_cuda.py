@@ -81,6 +81,35 @@ def test_large_products_are_as_exact_as_cudnn(fused_rnn, monkeypatch, kind, B, T
         assert rms(a - c) <= 2 * rms(b - c) + 2e-7 * rms(c), f"{k}: {rms(a - c)}, {rms(b - c)}"
 
 
+# By one product for each gate, by a batch of the gates, by our kernel; layers side by side.
+DEEP = [
+    ("exact", 1000, 24, 256, {"bidirectional": True}),
+    ("exact", 50, 4, 100, {"bidirectional": True}),
+    ("exact", 64, 64, 100, {"bidirectional": True}),
+    ("tf32", 16, 1024, 320, {"num_layers": 3}),
+    ("bf16", 1040, 64, 200, {"bidirectional": True}),
+    ("bf16", 256, 16, 200, {"bidirectional": True}),
+]
+
+
+@pytest.mark.parametrize(("precision", "B", "T", "H", "options"), DEEP)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_gradients_of_recurrent_weights(fused_rnn, monkeypatch, kind, precision, B, T, H, options):
+    """Sums over all rows, which dweight_by (csrc/cuda/stack/run.h) divides in several ways."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    cudnn = getattr(torch.nn, kind)(48, H, dtype=dtype, **options)
+    ours = getattr(flashcell, kind)(48, H, dtype=dtype, **options, backend="cuda")
+    ours.load_state_dict(cudnn.state_dict())
+    exact = copy.deepcopy(cudnn).double()
+    x, dy = torch.randn(T, B, 48, dtype=dtype), torch.randn(T * B * 2 * H, dtype=dtype)
+    got, peer = (results(m, x, dy, None) for m in (ours, cudnn))
+    want = results(exact, x.double(), dy.double(), None)
+    least = 2**-11 if precision == "tf32" else 4 * torch.finfo(dtype).eps  # operands are rounded
+    for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
+        assert rms(a - c) <= 2 * rms(b - c) + least * rms(c), f"{k}: {rms(a - c)}, {rms(b - c)}"
+
+
 def cell_results(cell, x, hx, weight):
     x, *hx = (t.clone().requires_grad_() for t in (x, *hx))
     out = cell(x, None if not hx else tuple(hx) if isinstance(cell, torch.nn.LSTMCell) else hx[0])
@@ -94,8 +123,10 @@ def cell_results(cell, x, hx, weight):
     return [*out, *gradients]
 
 
-# Sizes that the kernels multiply by themselves, with vectors and without, and that cuBLAS multiplies.
+# Sizes that the kernels multiply by themselves, with tensor cores and without, and that cuBLAS does.
+# In 16 bits rows are read in pieces of 16, 8, 4 and 2 bytes.
 SIZES = [(1, 64, 48), (7, 33, 50), (24, 64, 1000), (128, 700, 130), (50, 24, 600), (300, 350, 350)]
+SIZES += [(9, 8, 8), (65, 100, 300), (300, 351, 350)]
 
 
 @pytest.mark.parametrize(("B", "I", "D"), SIZES)
@@ -116,6 +147,29 @@ def test_cells_are_as_exact_as_torchs(fused_rnn, kind, dtype, state, B, I, D):
     least = 4 * torch.finfo(dtype).eps
     for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
         assert rms(double(a) - c) <= 2 * rms(double(b) - c) + least * rms(c), f"result {k}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_cells_read_rows_that_begin_anywhere(fused_rnn, kind, dtype):
+    """Of 16, 8 and 4 bytes the sums have one order; rows at an odd element go another way."""
+    cell = getattr(flashcell, kind)(64, 96, dtype=dtype, backend="cuda")
+    wide, count = torch.randn(70, 256, dtype=dtype), 2 if kind == "LSTMCell" else 1
+    x, *hx = (torch.randn(70, width, dtype=dtype) for width in (64, *[96] * count))
+    found = {}
+    for offset in (0, 8, 4, 2, 1):
+        moved = []
+        for value in (x, *hx):
+            rows = torch.full_like(wide, torch.nan)[:, offset : offset + value.shape[1]]
+            moved.append(rows.copy_(value))
+        with torch.no_grad():
+            out = cell(moved[0], tuple(moved[1:]) if count == 2 else moved[1])
+        found[offset] = out if isinstance(out, tuple) else (out,)
+    for offset, values in found.items():
+        for value, first in zip(values, found[0], strict=True):
+            torch.testing.assert_close(
+                value, first, **({"rtol": 0, "atol": 0} if offset != 1 else {})
+            )
 
 
 @pytest.mark.parametrize(("B", "I", "D"), SIZES)

@@ -117,7 +117,8 @@ def _fused_ops(module) -> Calls:
         yield name, lambda n=name, c=given: module.recurrent(n, **c)
         yield f"{name} with lengths", lambda n=name, c=listed: module.recurrent(n, **c)
         yield f"{name} backward", lambda b=backward, a=(h, None, saved, h, weight): b(*a, *REST)
-        yield from _layers(ops, name, cell)
+        if cell.states <= 2:  # a cell of torch.nn
+            yield from _layers(ops, name, cell)
     a, b = torch.zeros(1, 5, 40), torch.zeros(1, 40, 7)
     if DEVICE == "cuda":  # the CPU has no such op
         yield "tf32_matmul", lambda: ops.tf32_matmul(a, b)

@@ -164,12 +164,17 @@ void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.impl((std::string(Cells::kName) + "_bwd").c_str(),
             FLASHCELL_OP(kBackwardSchema, backward<Cells>)),
    ...);
-  (ops.impl((std::string(Cells::kName) + "_layers_fwd").c_str(),
-            FLASHCELL_OP(kLayersForwardSchema, layers_fwd<Cells>)),
-   ...);
-  (ops.impl((std::string(Cells::kName) + "_layers_bwd").c_str(),
-            FLASHCELL_OP(kLayersBackwardSchema, layers_bwd<Cells>)),
-   ...);
+  const auto implement_layers = [&ops](auto cell) {
+    using Cell = decltype(cell);
+    if constexpr (kIsTorchCell<Cell>) {
+      const std::string name = Cell::kName;
+      ops.impl((name + "_layers_fwd").c_str(),
+               FLASHCELL_OP(kLayersForwardSchema, layers_fwd<Cell>));
+      ops.impl((name + "_layers_bwd").c_str(),
+               FLASHCELL_OP(kLayersBackwardSchema, layers_bwd<Cell>));
+    }
+  };
+  (implement_layers(Cells()), ...);
   implement_cells(ops, CellList<Cells...>());
 #if defined(CUDA_KERNEL)
   ops.impl("tf32_matmul", FLASHCELL_OP(kTf32MatmulSchema, tf32_matmul));
@@ -184,8 +189,12 @@ template <typename... Cells>
 void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.def((std::string(Cells::kName) + kForwardSchema).c_str()), ...);
   (ops.def((std::string(Cells::kName) + kBackwardSchema).c_str()), ...);
-  (ops.def((std::string(Cells::kName) + kLayersForwardSchema).c_str()), ...);
-  (ops.def((std::string(Cells::kName) + kLayersBackwardSchema).c_str()), ...);
+  const auto define_layers = [&ops](const std::string& name, bool has_layers) {
+    if (!has_layers) return;
+    ops.def((name + kLayersForwardSchema).c_str());
+    ops.def((name + kLayersBackwardSchema).c_str());
+  };
+  (define_layers(Cells::kName, kIsTorchCell<Cells>), ...);
   define_cells(ops, CellList<Cells...>());
 }
 

@@ -62,22 +62,33 @@ def make_input(call: Call, device: str) -> Any:
     return pack_padded_sequence(x, lengths(call), batch_first=True)
 
 
+def make_states(call: Call, module: nn.Module, device: str) -> Any:
+    """Returns initial states as the module takes them: h, or (h, c) for an LSTM."""
+    shape: tuple[int, ...] = (call.batch,)
+    widths = [call.width] * (2 if "lstm" in call.net else 1)
+    if isinstance(module, nn.RNNBase):
+        shape = (module.num_layers * (2 if module.bidirectional else 1), call.batch)
+        widths[0] = module.proj_size or call.width
+    states = [torch.randn(*shape, n, device=device, dtype=DTYPES[call.precision]) for n in widths]
+    return tuple(states) if len(states) > 1 else states[0]
+
+
 def output_of(result: Any) -> Tensor:
     output = result[0] if isinstance(result, tuple) else result
     return output.data if isinstance(output, PackedSequence) else output
 
 
-def make_step(module: nn.Module, x: Any, mode: str) -> Callable[[], Tensor]:
+def make_step(module: nn.Module, x: Any, hx: Any, mode: str) -> Callable[[], Tensor]:
     """Returns a function that calls the module once. In training mode it first sets the gradients of
     the weights to None, and then also runs the backward pass."""
 
     def infer() -> Tensor:
         with torch.no_grad():
-            return output_of(module(x))
+            return output_of(module(x, hx))
 
     def train() -> Tensor:
         module.zero_grad(set_to_none=True)
-        output = output_of(module(x))
+        output = output_of(module(x, hx))
         output.backward(gradient[: output.shape[0]])
         return output
 
@@ -117,8 +128,9 @@ def time_host(step: Callable[[], Tensor], once_ms: float, device: str) -> float:
     return min(times)
 
 
-def measure(call: Call, device: str, names: tuple[str, ...] = NAMES) -> Times:
+def measure(call: Call, device: str, names: tuple[str, ...] = NAMES, states: bool = False) -> Times:
     """Times the modules in turns, after warm-up calls; without "auto" our kernels' times stand for it.
+    With `states` the calls get initial states.
 
     Times are medians. The ratio is the median of the ratios of neighbouring calls, which differ less
     than the medians do if other programs or the clock change the machine's speed meanwhile."""
@@ -127,9 +139,10 @@ def measure(call: Call, device: str, names: tuple[str, ...] = NAMES) -> Times:
     x = make_input(call, device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
     modules = make_modules(call, device)
-    steps = {name: make_step(modules[name], x, call.mode) for name in names}
+    hx = make_states(call, modules["torch"], device) if states else None
+    steps = {name: make_step(modules[name], x, hx, call.mode) for name in names}
     with torch.set_grad_enabled(call.mode == "training"):
-        choice = flashcell.explain(modules["auto"], x).partition(":")[0]
+        choice = flashcell.explain(modules["auto"], x, hx).partition(":")[0]
     last = names[-1]
     outputs = {name: steps[name]().detach().float() for name in ("torch", last)}
     scale = max(outputs["torch"].abs().max().item(), 1e-6)

@@ -146,3 +146,12 @@ def test_a_batch_of_tangents_under_vmap(fused_rnn):
     vs = torch.randn(3, *call["x"].shape, dtype=torch.float64)
     one = lambda v: torch.func.jvp(function, (call["x"],), (v,))[1]
     torch.testing.assert_close(torch.vmap(one)(vs), torch.stack([one(v) for v in vs]), **TIGHT)
+
+
+def test_a_vectorized_jacobian(fused_rnn):
+    """The older vmap of torch.autograd.functional has no rules for some functions, as for einsum."""
+    call = make(CELLS["gru"], Case(2, 4, 2, 3), torch.float64)
+    function = lambda x: fused_rnn.gru(x, call["weight"])[0]
+    jacobian = torch.autograd.functional.jacobian
+    got = jacobian(function, call["x"], vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(got, jacobian(function, call["x"]), **TIGHT)

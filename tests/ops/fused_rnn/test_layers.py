@@ -224,13 +224,16 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
     assert all(a.equal(b) for a, b in zip(grads, of_cell, strict=True))
 
 
+# Rows with whole vectors and without, two columns of thread blocks, sums in two parts; tensor cores,
+# which read 16, 8 and 4 bytes at once; cuBLAS.
+TINY = [(1, 9, 11), (11, 16, 16), (5, 1030, 11), (300, 9, 11), (1030, 16, 16)]
+TINY += [(9, 12, 20), (70, 18, 22), (1030, 301, 91)]
+
+
+@pytest.mark.parametrize("shape", TINY)
 @pytest.mark.skipif(DEVICE != "cuda", reason="about kernels on a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
-# Rows with whole vectors and without, two columns of thread blocks, cuBLAS, sums in two parts.
-@pytest.mark.parametrize(
-    "shape", [(1, 9, 11), (11, 16, 16), (5, 1030, 11), (300, 9, 11), (1030, 16, 16)]
-)
 def test_tiny_one_step(fused_rnn, name, shape, dtype):
     """Runs every kernel of a cell's call and of its gradients, for scripts/check_cuda."""
     cell = fused_rnn.CELLS[name]

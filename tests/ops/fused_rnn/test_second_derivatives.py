@@ -69,6 +69,19 @@ def test_they_are_the_references(fused_rnn, name, case, dtype):
         assert_as_accurate(key, recomputed[key], exact[key], peer[key], terms)
 
 
+@pytest.mark.parametrize("N", [1, 2])
+def test_of_a_transposed_weight(fused_rnn, N):
+    """Its rows are no matrix in memory."""
+    call = make(CELLS["lstm"], Case(2, 3, N, 8), torch.float32)
+    found = []
+    for weight in (call["weight"], call["weight"].mT.contiguous().mT):
+        leaf = weight.detach().requires_grad_()
+        h, _ = fused_rnn.lstm(call["x"], leaf, backend=DEVICE)
+        (first,) = torch.autograd.grad(h.square().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels on CUDA have no fp64")
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CELLS)

@@ -47,20 +47,26 @@ DEVICE void copy_short_async(void* shared, const void* global) {
                "l"(global), "n"(kBytes)
                : "memory");
 }
-// Starts a copy of 16 bytes, which writes zeros where `copy` is false. The address must be valid in
-// both cases.
-DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
-  if constexpr (kIsTuring) return copy_at_once<16>(shared, global, copy);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(copy ? 16 : 0)
-               : "memory");
+// Starts a copy of 4, 8 or 16 bytes, which writes zeros where `copy` is false. The address must be
+// valid in both cases.
+template <int kBytes>
+DEVICE void copy_or_zero(uint32_t shared, const void* global, bool copy) {
+  if constexpr (kIsTuring) return copy_at_once<kBytes>(shared, global, copy);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "r"(copy ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global),
+                 "n"(kBytes), "r"(copy ? kBytes : 0)
+                 : "memory");
+  }
 }
-// The same for 4 bytes.
+DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
+  copy_or_zero<16>(shared, global, copy);
+}
 DEVICE void copy_word_or_zero(uint32_t shared, const void* global, bool copy) {
-  if constexpr (kIsTuring) return copy_at_once<4>(shared, global, copy);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global),
-               "r"(copy ? 4 : 0)
-               : "memory");
+  copy_or_zero<4>(shared, global, copy);
 }
 DEVICE void copy_word_or_zero(float* shared, const float* global, bool copy) {
   copy_word_or_zero(shared_address(shared), global, copy);

@@ -10,4 +10,8 @@ namespace flashcell {
 
 using AllCells = CellList<Lstm, Gru, RnnTanh, RnnRelu, Slstm>;
 
+// Whether torch.nn has the cell, whose modules the ops of csrc/stack run: it has one state or two.
+template <typename Cell>
+inline constexpr bool kIsTorchCell = Cell::kStates <= 2;
+
 }  // namespace flashcell

@@ -154,12 +154,15 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
 }
 
 void cell_forward(int cell, const CellForward& p, Dtype dtype, const Launch& launch) {
-  with_types(cell, dtype, [&]<typename Cell, typename IO>() { forward_cell<Cell, IO>(p, launch); });
+  with_types(cell, dtype, [&]<typename Cell, typename IO>() {
+    if constexpr (kIsTorchCell<Cell>) forward_cell<Cell, IO>(p, launch);
+  });
 }
 
 void cell_backward(int cell, const CellBackward& p, Dtype dtype, const Launch& launch) {
-  with_types(cell, dtype,
-             [&]<typename Cell, typename IO>() { backward_cell<Cell, IO>(p, launch); });
+  with_types(cell, dtype, [&]<typename Cell, typename IO>() {
+    if constexpr (kIsTorchCell<Cell>) backward_cell<Cell, IO>(p, launch);
+  });
 }
 
 }  // namespace flashcell::cuda

@@ -29,7 +29,8 @@ void write_dweight(const Layers<Cell>& s, const Tensor& dr, const Tensor& h_prev
   constexpr int64_t G = Cell::kGates;
   const int64_t N = s.N, D = s.D, P = s.P, rows = s.engine_rows;
 #if defined(CUDA_KERNEL)
-  if (P <= kWidestOwnDweight) {
+  const DweightBy by = dweight_by(N, G, P, rows, s.dtype, tf32);
+  if (by == DweightBy::kKernel) {
     const bool is_apart = N == 2 || s.is_padded() || s.casts();
     Tensor whole = is_apart ? new_tensor(dr, {G, N, P, P}, s.io) : *dweights[0];
     write_recurrent_dweight(dr, h_prev, rows, G, N, P, tf32, whole);
@@ -40,14 +41,19 @@ void write_dweight(const Layers<Cell>& s, const Tensor& dr, const Tensor& h_prev
     alive.push_back(whole);
     return;
   }
+  const int64_t products = by == DweightBy::kGates ? G : 1;
+#else
+  constexpr int64_t products = 1;
 #endif
   for (int64_t n = 0; n < N; ++n) {
     s.write_padded(copies, alive, *dweights[n], P, D, [&](Tensor& to) {
-      // Of one head, the gates are one product.
-      const int64_t parts = N == 1 ? 1 : G, units = N == 1 ? G * P : P;
-      multiply({units, P, rows, parts, at(dr, n * P), N * P, 1, G * N * P, at(h_prev, n * P), N * P,
-                1, to.mutable_data_ptr(), units * P, P},
-               s.dtype, tf32, dr);
+      // Of one head, the gates are one product; of two, a batch, or products of their own.
+      const int64_t parts = N == 1 ? 1 : G / products, units = N == 1 ? G * P : P;
+      for (int64_t g = 0; g < products; ++g) {
+        multiply({units, P, rows, parts, at(dr, (g * N + n) * P), N * P, 1, G * N * P,
+                  at(h_prev, n * P), N * P, 1, at(to, g * P * P), units * P, P},
+                 s.dtype, tf32, dr);
+      }
     });
   }
 }

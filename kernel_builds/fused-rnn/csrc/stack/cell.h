@@ -203,10 +203,6 @@ struct CellOps<Cell, 2> {
   }
 };
 
-// torch.nn's cells have one state, or two.
-template <typename Cell>
-inline constexpr bool kIsTorchCell = Cell::kStates <= 2;
-
 template <typename... Cells>
 void define_cells(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   const auto define = [&ops](auto cell) {

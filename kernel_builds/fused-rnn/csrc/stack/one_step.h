@@ -3,6 +3,7 @@
 // kernels read parameters and states, and write gradients, as torch has them. Without a state
 // nothing reads the recurrent weights.
 #pragma once
+#include <cmath>
 #include <cstdlib>
 #include <optional>
 
@@ -12,9 +13,9 @@
 
 namespace flashcell {
 
-// Up to these numbers of multiplications our kernel multiplies by itself, for at most
-// kSomeSequences; otherwise cuBLAS's products are faster. For kFewSequences, whose rows it reads
-// once, there may be more of them.
+// Up to these numbers of multiplications a kernel without tensor cores multiplies by itself, for at
+// most kSomeSequences; otherwise cuBLAS's products are faster. For kFewSequences, whose rows it
+// reads once, there may be more of them.
 inline constexpr int64_t kFewSequences = 8, kSomeSequences = 32;
 inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 
@@ -26,12 +27,15 @@ inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 // and 10.6; RNN of 650, B 16, 15 M: 32 and 12.5; LSTM of 1500, B 1, 22 M: 18 and 18.6.
 inline constexpr int64_t kUnalignedReads = 12'000'000, kUnalignedReadsOfOne = 25'000'000;
 
-// The limits in training, except while a CUDA graph is recorded: the GPU waits for the host, so one
-// launch less is worth more multiplications. The first two are for the forward pass, with any
-// number of sequences; kWeightProducts is for the gradients of the weights, of at most kMostSummed
-// sequences.
-inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedReads = 15'000'000;
+// The limits except while a CUDA graph is recorded: the GPU waits for the host, so one launch less
+// is worth more multiplications. The first two are for the forward pass, with any number of
+// sequences; kWeightProducts is for the gradients of the weights, of at most kMostSummed sequences.
+inline constexpr int64_t kHostProducts = 100'000'000, kUnalignedHostReads = 15'000'000;
 inline constexpr int64_t kWeightProducts = 300'000'000;
+
+// The us of the GPU that the kernel on tensor cores may take longer than cuBLAS and a kernel for
+// the cells, whose launches take the host longer: without a state and with one.
+inline constexpr double kHostMicroseconds[2] = {30, 40};
 
 // Products of rows that are no whole vectors go through padded copies from this many
 // multiplications on: below it, the host takes longer to launch the copies than the GPU saves.
@@ -208,8 +212,11 @@ class OneStep {
       p.h_prev = has_state ? kept.back().mutable_data_ptr() : nullptr;
     }
     Tensor gates, rounded;  // alive until the launch
-    const bool waits = save && !cuda::is_recording(current_stream(x));
-    if (!is_small(width_of(l), has_state, waits)) multiply_gates(p, gates, rounded, x);
+    const bool waits = !cuda::is_recording(current_stream(x));
+    p.piece = piece(p, waits);
+    if (p.piece == 0 && !is_small(width_of(l), has_state, waits)) {
+      multiply_gates(p, gates, rounded, x);
+    }
     cuda::cell_forward(AllCells::index_of<Cell>(), p, dtype, launch(x));
   }
 
@@ -286,15 +293,36 @@ class OneStep {
     const int64_t columns = B > 1 ? kFewSequences : 1, tiles = (B + columns - 1) / columns;
     return tiles * D * (width + (has_state ? D : 0)) * (G + columns);
   }
-  // Whether our kernel multiplies by itself. If the GPU waits for the host, it may take longer.
+  // The bytes that the kernel on tensor cores reads at once, or 0 where it does not run.
+  int piece(const cuda::CellForward& p, bool waits) const {
+    if (io == ScalarType::Float || B <= kFewSequences) return 0;
+    const cuda::Device device = cuda::current_device();
+    if (device.code.arch < 80) return 0;
+    const int bytes = std::min(cuda::piece_of(p.input), cuda::piece_of(p.recurrent));
+    if (bytes == 0) return 0;
+    // Fitted to calls of an H200 with a cold L2 cache (NOTEBOOK.md, "Cells on tensor cores"). A
+    // thread block takes a time for each stage; three of them share a multiprocessor.
+    const double stage = bytes == 16 ? 0.57 : bytes == 8 ? 1.0 : 1.5;
+    const double more = bytes == 16 ? 1.4 : bytes == 8 ? 1.8 : 2.1;
+    const auto divide_up = [](int64_t a, int64_t b) { return double((a + b - 1) / b); };
+    const bool has_state = p.recurrent.weight != nullptr;
+    const double stages = divide_up(p.input.depth, 64) + (has_state ? divide_up(D, 64) : 0);
+    const double blocks = divide_up(D, G == 1 ? 64 : 16) * divide_up(B, 64);
+    const double rounds = std::ceil(blocks / (3 * device.sms)) - 1;
+    const double blas = 6 + double(products(p.input.depth, has_state)) / 250e6;
+    const double most = blas + (waits ? kHostMicroseconds[has_state] : 0);
+    return 3.5 + stages * (stage + more * rounds) <= most ? bytes : 0;
+  }
+  // Whether the kernel without tensor cores multiplies by itself. If the GPU waits for the host, it
+  // may take longer.
   bool is_small(int64_t width, bool has_state, bool waits) const {
     if (width % io_vector() != 0 || D % io_vector() != 0) {
       const int64_t reads = unaligned_reads(width, has_state);
-      if (waits && reads <= kUnalignedSavedReads) return true;
+      if (waits && reads <= kUnalignedHostReads) return true;
       return B <= kSomeSequences && reads <= (B > 1 ? kUnalignedReads : kUnalignedReadsOfOne);
     }
     const int64_t count = products(width, has_state);
-    if (waits && count <= kSavedProducts) return true;
+    if (waits && count <= kHostProducts) return true;
     if (B > kSomeSequences) return false;
     return count <= (B <= kFewSequences ? kMostProducts : kSomeProducts);
   }

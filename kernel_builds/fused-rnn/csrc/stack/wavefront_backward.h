@@ -136,14 +136,20 @@ std::tuple<Tensor, Tensors, Tensors> Wavefront<Cell>::backward(const OptionalTen
   });
   const auto write = [&](int64_t which, const Tensor& of_gates, const Tensor& read, int64_t heads,
                          int64_t row, int64_t head) {
-    if (P > kWidestOwnDweight) {
+    // The gates of a layer are not next to each other, so not even one layer is a single product.
+    const DweightBy by = dweight_by(L, G, P, layer_rows, s.dtype, tf32);
+    if (by != DweightBy::kKernel) {
+      const int64_t products = by == DweightBy::kGates ? G : 1;
       for (int64_t n = 0; n < heads; ++n) {
         const int64_t l = L - 1 - n;
         s.write_padded(copies, alive, dweights[s.index(l, 0, which)], P, D, [&](Tensor& to) {
-          multiply({P, P, layer_rows, G, at(of_gates, row_of_layer(l) * GLP + n * P), LP, 1, GLP,
-                    at(read, ((row - n * rows) * L + head + n) * P), LP, 1, to.mutable_data_ptr(),
-                    P * P, P},
-                   s.dtype, tf32, x);
+          for (int64_t g = 0; g < products; ++g) {
+            multiply({P, P, layer_rows, G / products,
+                      at(of_gates, row_of_layer(l) * GLP + g * LP + n * P), LP, 1, GLP,
+                      at(read, ((row - n * rows) * L + head + n) * P), LP, 1, at(to, g * P * P),
+                      P * P, P},
+                     s.dtype, tf32, x);
+          }
         });
       }
       return;

@@ -11,11 +11,10 @@ import torch
 from .cells import CELLS, Cell
 from .dispatch import BACKEND, ops
 from .formulas import register_fake
+from .layers_op import MOST_STATES, LayerOps, record_layers
 from .layers_op import OPS as LAYER_OPS
-from .layers_op import LayerOps, record_layers
 from .private_names import BelowAutograd, any_requires_grad, op_of
 
-MOST_STATES = 2  # of torch.nn's cells
 Tensors = Sequence[torch.Tensor]
 
 

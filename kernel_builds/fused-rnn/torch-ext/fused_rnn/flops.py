@@ -14,7 +14,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from math import prod
-from typing import Any, Sequence, Tuple
+from typing import Any, Dict, Sequence, Tuple
 
 from .cell_op import OPS
 from .cells import CELLS
@@ -108,7 +108,8 @@ def tf32_matmul(a: Shape, b: Shape, **out: Any) -> int:
 
 
 def register_all(counter: Any) -> None:
-    of_cells = {f"{n}_{f.__name__}": f for n in CELLS for f in (layers_fwd, layers_bwd, fwd, bwd)}
+    of_cells: Dict[str, Any] = {f"{n}_{f.__name__}": f for n in CELLS for f in (fwd, bwd)}
+    of_cells |= {f"{n}_{f.__name__}": f for n in OPS for f in (layers_fwd, layers_bwd)}
     for cell, found in OPS.items():
         formulas = of_cell(len(found.no_state)).items()
         of_cells |= {f"{cell}_{name}": formula for name, formula in formulas}

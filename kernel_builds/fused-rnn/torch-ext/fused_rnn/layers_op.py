@@ -17,6 +17,7 @@ from .second_order import differentiable_gradients, versions
 from .unread import unread_places
 from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks, masks_of_chunks
 
+MOST_STATES = 2  # of torch.nn's cells, whose modules these ops run
 Tensors = Sequence[torch.Tensor]
 # The arguments of the ops that are no tensors: batch_sizes, has_bias, projects, directions, batch_first,
 # width, dropout, tf32
@@ -280,6 +281,8 @@ def _register(cell: Cell) -> None:
 
 if BACKEND is not None:
     for _cell in CELLS.values():
+        if _cell.states > MOST_STATES:
+            continue
         _forward = getattr(ops, f"{_cell.name}_layers_fwd").default
         _backward = getattr(ops, f"{_cell.name}_layers_bwd").default
         OPS[_cell.name] = LayerOps(

@@ -9,6 +9,12 @@ from .formulas import in_forward_mode, is_transformed
 from .sequences import state_dtype
 
 
+def multiply(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """h [B, N, D], weight [G, N, D, D] -> [G, B, N, D]. Unlike einsum, matmul also runs in
+    torch.autograd.functional's vectorized forward mode."""
+    return (h.transpose(0, 1) @ weight.mT).transpose(1, 2)
+
+
 class RecurrentProduct(torch.autograd.Function):
     """Computes r = weight h. Operands of products are rounded to the I/O dtype, in the gradients
     too."""
@@ -19,7 +25,7 @@ class RecurrentProduct(torch.autograd.Function):
         operand = h.to(dtype).to(h.dtype)
         ctx.save_for_backward(operand, weight)
         ctx.dtype, ctx.grad_clip = dtype, grad_clip
-        return torch.einsum("bnk,gnjk->gbnj", operand, weight)
+        return multiply(operand, weight)
 
     @staticmethod
     def backward(ctx, dr):
@@ -41,7 +47,7 @@ class TransformableProduct(RecurrentProduct):
 
     @staticmethod
     def forward(h, weight, dtype, grad_clip):  # type: ignore[override]
-        return torch.einsum("bnk,gnjk->gbnj", h.to(dtype).to(h.dtype), weight)
+        return multiply(h.to(dtype).to(h.dtype), weight)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -56,9 +62,9 @@ class TransformableProduct(RecurrentProduct):
         rounded = lambda t: t.to(ctx.dtype).to(t.dtype)
         parts = []
         if dh is not None:
-            parts.append(torch.einsum("bnk,gnjk->gbnj", rounded(dh), weight))
+            parts.append(multiply(rounded(dh), weight))
         if dweight is not None:
-            parts.append(torch.einsum("bnk,gnjk->gbnj", rounded(h), dweight))
+            parts.append(multiply(rounded(h), dweight))
         return sum(parts[1:], parts[0])
 
 

@@ -291,7 +291,7 @@ def add_product(base: torch.Tensor, h: torch.Tensor, weight: torch.Tensor) -> to
     """Returns base [B, R, N, D] + weight h: h [B, N, D]; of GRU's R = 4 rows the third has none."""
     (B, N, D), G = h.shape, len(weight)
     if N == 1:
-        r = (h.view(B, D) @ weight.view(G * D, D).mT).view(B, G, 1, D)
+        r = (h.view(B, D) @ weight.reshape(G * D, D).mT).view(B, G, 1, D)
     else:
         heads = weight.permute(1, 3, 0, 2).reshape(N, D, G * D)
         r = torch.bmm(h.transpose(0, 1), heads).view(N, B, G, D).permute(1, 2, 0, 3)

@@ -7,7 +7,7 @@
 
 namespace flashcell::cuda {
 
-constexpr int kMostStates = 4;
+constexpr int kMostStates = 2;
 
 // [B, D], or no tensor at all, which counts as zeros.
 struct StateView {
@@ -29,6 +29,7 @@ struct CellForward {
   const void* gates;             // [B, G, D]: the input's product, io, or fp32 unless gates_are_io
   const float* sums;             // [B, G, D]: the recurrent product, or null for 0
   bool gates_are_io;
+  int piece;  // above 0: the kernel multiplies on tensor cores, and reads so many bytes at once
   const void *b_ih, *b_hh;         // [G, D] io, or null
   StateView initial[kMostStates];  // K
   void* next[kMostStates];         // [B, D] io each; null: not wanted. The first is h
@@ -36,6 +37,23 @@ struct CellForward {
   void* saved;                     // [B, V, D] io, or null
   void* h_prev;                    // [B, D] io: h before the step, or null
 };
+
+// The bytes that can be read at once of a product's rows, of 16-bit elements: 16, 8, 4, or 0 for
+// fewer.
+inline int piece_of(const CellProduct& product) {
+  const StateView& x = product.operand;
+  if (product.weight == nullptr) return 16;
+  if (!x.is_io || x.unit != 1) return 0;
+  const auto addresses =
+      reinterpret_cast<uintptr_t>(product.weight) | reinterpret_cast<uintptr_t>(x.data);
+  for (const int bytes : {16, 8, 4}) {
+    const int64_t elements = bytes / 2;
+    if (addresses % bytes == 0 && product.depth % elements == 0 && x.row % elements == 0) {
+      return bytes;
+    }
+  }
+  return 0;
+}
 
 // What the kernel for the gradients of the weights reads and writes besides, of at most kMostSummed
 // sequences. It does all that the other kernel does, but leaves CellBackward::zeros alone.
@@ -68,7 +86,7 @@ constexpr int64_t cell_chunks(int64_t B) { return (B + kCellChunk - 1) / kCellCh
 void cell_forward(int cell, const CellForward&, Dtype, const Launch&);
 void cell_backward(int cell, const CellBackward&, Dtype, const Launch&);
 
-// Instantiated for every cell and I/O type.
+// Instantiated for every cell of torch.nn and every I/O type.
 template <typename Cell, typename IO>
 void forward_cell(const CellForward&, const Launch&);
 template <typename Cell, typename IO>

@@ -4,6 +4,7 @@
 #include "backward.cuh"
 #include "common/cuda/launch.cuh"
 #include "forward.cuh"
+#include "tiles.cuh"
 #include "weights.cuh"
 
 namespace flashcell::cuda {
@@ -34,9 +35,24 @@ void forward_dot(const CellForward& p, const Launch& launch_of) {
   }
 }
 
+template <typename Cell, typename IO, int kPiece>
+void forward_tiles(const CellForward& p, const Launch& launch_of) {
+  using Tile = CellTile<Cell>;
+  const int64_t unit_blocks = (p.D + Tile::kUnits - 1) / Tile::kUnits;
+  const int64_t tiles = (p.B + Tile::kColumns - 1) / Tile::kColumns;
+  const Grid grid{unit_blocks * tiles, Tile::kThreads, Tile::kBytes, launch_of.stream,
+                  overlaps(launch_of)};
+  launch(&tile_kernel<Cell, IO, kPiece>, grid, p, int(unit_blocks));
+}
+
 template <typename Cell, typename IO>
 void forward_cell(const CellForward& p, const Launch& launch_of) {
   static_assert(Cell::kStates <= kMostStates);
+  if constexpr (sizeof(IO) == 2) {
+    if (p.piece == 16) return forward_tiles<Cell, IO, 16>(p, launch_of);
+    if (p.piece == 8) return forward_tiles<Cell, IO, 8>(p, launch_of);
+    if (p.piece == 4) return forward_tiles<Cell, IO, 4>(p, launch_of);
+  }
   if (p.gates == nullptr) {
     if (p.B == 1) return forward_dot<Cell, IO, 1>(p, launch_of);
     return forward_dot<Cell, IO, 8>(p, launch_of);

@@ -1,6 +1,7 @@
 // Runs the copies and products of ../../stack/params.h on CUDA.
 #pragma once
 #include <array>
+#include <limits>
 
 #include "../../stack/params.h"
 #include "../call.h"
@@ -30,9 +31,27 @@ inline SequenceTable packed_sequences(const Tensor& table) { return {table.size(
 // here on.
 inline constexpr int64_t kTf32Products = 50'000'000;
 
-// dweight of wide heads is one large product per head, which cuBLAS does best. For narrow heads it
-// is tall and thin, and our own kernel is faster.
-inline constexpr int64_t kWidestOwnDweight = 256;
+// What computes the gradients of the recurrent weights of all heads [G, P, P]: our kernel, or
+// cuBLAS in one product for each head or in one for each head and gate.
+enum class DweightBy { kKernel, kHeads, kGates };
+
+// cuBLAS computes the gates of one head, or a single gate, as one product, which is faster than our
+// kernel everywhere. The gates of several heads are a batch of products, whose sums it does not
+// divide among thread blocks, so they are fast with few rows or wide heads only. One product for
+// each gate pays off from `least` multiplications on. Fitted to 2,400 calls of two heads on an H200
+// (NOTEBOOK.md, "The gradient of the recurrent weight").
+inline DweightBy dweight_by(int64_t heads, int64_t gates, int64_t P, int64_t rows, Dtype dtype,
+                            bool tf32) {
+  if (rows > std::numeric_limits<int>::max()) return DweightBy::kKernel;  // cuBLAS takes an int
+  if (heads == 1 || gates == 1) return DweightBy::kHeads;
+  const bool has_16_bits = dtype != Dtype::kFloat, is_narrow = P <= 256;
+  const double wide_least = has_16_bits ? 4e9 : tf32 ? 1.4e9 : 3e8;
+  const double least = is_narrow ? (has_16_bits ? 2.6e9 : 1.5e9) : wide_least;
+  const bool is_large = double(P) * double(P) * double(rows) >= least;
+  if (is_large && !(has_16_bits && P > 448)) return DweightBy::kGates;
+  const int64_t few_rows = has_16_bits ? (P > 160 ? 16384 : 1024) : 256;
+  return is_narrow && rows > few_rows ? DweightBy::kKernel : DweightBy::kHeads;
+}
 
 // How cuBLAS reads a matrix: the elements of a row are contiguous, or those of a column, and the
 // next row or column begins `next` elements later, which must be at least its length.

@@ -14,11 +14,15 @@ inline void copy_async(uint32_t shared, const void* global) {
 inline void copy_async(void* shared, const void* global) {
   copy_async(shared_address(shared), global);
 }
+template <int kBytes>
+void copy_or_zero(uint32_t shared, const void* global, bool copy) {
+  emulator::issue_copy({shared, copy ? global : nullptr, kBytes});
+}
 inline void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
-  emulator::issue_copy({shared, copy ? global : nullptr, 16});
+  copy_or_zero<16>(shared, global, copy);
 }
 inline void copy_word_or_zero(uint32_t shared, const void* global, bool copy) {
-  emulator::issue_copy({shared, copy ? global : nullptr, 4});
+  copy_or_zero<4>(shared, global, copy);
 }
 inline void copy_word_or_zero(float* shared, const float* global, bool copy) {
   copy_word_or_zero(shared_address(shared), global, copy);
