@@ -8,6 +8,7 @@ end to end in one row and says by position_ids where each begins: no padding, an
 """
 
 import argparse
+from glob import escape
 from pathlib import Path
 
 from datasets import load_dataset
@@ -35,7 +36,7 @@ def main() -> None:
     (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(rest)
 
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    files = sorted(str(path) for path in given.folder.rglob("*") if path.is_file())
+    files = sorted(escape(str(path)) for path in given.folder.rglob("*") if path.is_file())
     texts = load_dataset("text", data_files=files, sample_by="document", split="train")
     rows = texts.map(
         lambda row: {"input_ids": tokenizer(row["text"])["input_ids"][:LONGEST]},

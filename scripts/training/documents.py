@@ -12,9 +12,11 @@ Each process reads documents of its own. A dataset on disk is shuffled anew in e
 comes in its own order, which is what can be resumed exactly: published corpora are shuffled already.
 """
 
+import glob
 import hashlib
 import math
 import queue
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import numpy as np
 
 from training.corpus import SPECIAL, held_out_lanes, kept_tokenizer, train_tokenizer
 from training.corpus import _positions as positions_since
+from training.manifest import describe
 
 OURS = ("column", "held_out_split", "held_out_documents")
 AT_A_TIME = 64  # documents the tokenizer is given together: it spreads them over the cores
@@ -32,11 +35,24 @@ FOR_TOKENIZER = 20_000  # documents that a tokenizer is trained on
 
 def local_text(path: Path) -> dict:
     """Returns a recipe's `data` for local text: a folder of files, or one file's paragraphs."""
-    files = sorted(str(f) for f in path.rglob("*") if f.is_file()) if path.is_dir() else [str(path)]
+    path = path.resolve()  # `datasets` takes names for patterns of glob, and a::b for a in b
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
     if not files or not path.exists():
         raise ValueError(f"--text is {path}, but must be a file or a folder with files")
+    if unclear := [file for file in files if "::" in str(file)]:
+        raise ValueError(f"--text holds {unclear[0]}, but no name may have ::")
     by = "document" if path.is_dir() else "paragraph"
-    return {"path": "text", "data_files": files, "sample_by": by}
+    return {"path": "text", "data_files": [glob.escape(str(f)) for f in files], "sample_by": by}
+
+
+def local_files(data: dict) -> list[Path]:
+    """Returns the files of what local_text returned."""
+    return [Path(re.sub(r"\[([*?[])\]", r"\1", name)) for name in data["data_files"]]
+
+
+def digest_of(files: list[Path]) -> str:
+    """Returns a SHA-256 of the files' contents, in hexadecimal digits."""
+    return hashlib.sha256("".join(describe(file)["sha256"] for file in files).encode()).hexdigest()
 
 
 def read_text(path: Path) -> str:
@@ -57,7 +73,7 @@ def why_not_loaded(data: dict, error: Exception) -> str:
     that is none."""
     named = data.get("data_files")
     if data.get("path") == "text" and isinstance(named, list):
-        files = [path for path in map(Path, named) if path.is_file()]
+        files = [path for path in local_files(data) if path.is_file()]
         for path in files:
             try:
                 read_text(path)
@@ -125,9 +141,14 @@ class Documents:
                 if text.strip() and not is_held_out(text, one_in):
                     empty = False
                     yield text
-            if empty:
+            if empty and not self._has_any(one_in):
                 raise ValueError(f"data has no training document for process {self.rank}")
             self.state = {"epoch": self.state["epoch"] + 1, "at": 0, "stream": None}
+
+    def _has_any(self, one_in: int) -> bool:
+        """Whether a later epoch may bring this process a document: a table is dealt out anew."""
+        texts = () if self.streams else (row[self.column] for row in self.table)
+        return any(text.strip() and not is_held_out(text, one_in) for text in texts)
 
     def _stream(self):
         from datasets.distributed import split_dataset_by_node

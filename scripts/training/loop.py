@@ -37,6 +37,10 @@ class Training:
         self.checkpoints = Checkpoints(run / "checkpoints", accelerator, *parts)
         # all there is besides model, optimizer, scheduler and random numbers
         self.progress = {"step": 0, "carried": None, "losses": [], "norms": [], "seconds": 0.0}
+        if (
+            accelerator.process_index
+        ):  # the weights are the same in all processes, dropout's masks not
+            torch.manual_seed((recipe.seed + accelerator.process_index * 2**32) % 2**64)
         if checkpoints_in(run / "checkpoints"):
             self.progress, damaged = self.checkpoints.load()
             for line in damaged:
@@ -81,7 +85,7 @@ class Training:
             speed = f"{rate:.0f} tokens/s, {rate * self.flops_per_token / self.rate:.1%} of matmul"
             bar.set_postfix_str(speed, refresh=False)
             bar.update()
-            if step % recipe.log_every == 0 or step == last:
+            if self.is_watched(step):
                 evaluate = step % recipe.evaluate_every == 0 or step == last
                 row = self.log_row(learning_rate, evaluate)
                 left = time_left(step - first, last - first, spent)
@@ -97,6 +101,11 @@ class Training:
             self.say(f"{stop[0]}: step {step} of {last} is saved; go on with --resume")
         return progress["step"] >= last
 
+    def is_watched(self, step: int) -> bool:
+        """Whether the log gets a row after this step."""
+        recipe = self.recipe
+        return 0 in (step % recipe.log_every, step % recipe.evaluate_every, recipe.steps - step)
+
     def agreed(self, stop: list[str]) -> list[str]:
         """Shares signals between processes, so that all of them stop at the same step."""
         if self.accelerator.num_processes == 1:
@@ -111,7 +120,7 @@ class Training:
         pieces = self.pieces(chunk)
         carried = [None] * len(pieces) if first or not recipe.carry else progress["carried"]
         kept = copy.deepcopy(carried)  # the step changes it, and the guard needs the old one
-        watched = (progress["step"] + 1) % recipe.log_every == 0
+        watched = self.is_watched(progress["step"] + 1)
         losses, values = [], {}
         for index, piece in enumerate(pieces):
             look = watch_gates(self.unwrapped) if watched and self.main and not index else None

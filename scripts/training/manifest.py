@@ -34,7 +34,7 @@ def check_file(path: Path) -> Path:
 def describe(path: Path) -> dict:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else None
-        if digest is None:  # Python 3.10 has no file_digest has no file_digest
+        if digest is None:  # Python 3.10 has no file_digest
             digest = hashlib.sha256()
             while part := file.read(2**20):
                 digest.update(part)

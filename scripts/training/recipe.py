@@ -101,6 +101,8 @@ class Recipe:
         for name in ("learning_rate", "eps", "clip"):
             if not getattr(self, name) > 0 or (name != "clip" and getattr(self, name) == math.inf):
                 raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be above 0")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"{path}: seed is {self.seed}, but must be at least 0, below 2^64")
         number = lambda b: isinstance(b, (int, float)) and 0 <= b < 1
         if len(self.betas) != 2 or not all(map(number, self.betas)):
             raise ValueError(

@@ -149,7 +149,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe):
         {"params": sides[0], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups, lr=recipe.learning_rate, betas=tuple(recipe.betas), eps=recipe.eps,
+        groups, lr=recipe.learning_rate, betas=tuple(map(float, recipe.betas)), eps=recipe.eps,
         fused=next(model.parameters()).is_cuda,
     )  # fmt: skip
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(recipe))

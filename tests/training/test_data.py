@@ -11,7 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train_cases import TEXTS, text_recipe, write_text
 from training import documents as training_documents
-from training.documents import DatasetTexts, Documents, Rows, local_text
+from training.documents import (
+    DatasetTexts,
+    Documents,
+    Rows,
+    digest_of,
+    local_files,
+    local_text,
+)
 from training.recipe import Recipe
 from training.step import check_isolation, chunk_loss
 
@@ -137,6 +144,34 @@ def test_local_text_must_be_there(tmp_path):
         local_text(tmp_path)
     with pytest.raises(ValueError, match="must be a file or a folder with files"):
         local_text(tmp_path / "nothing")
+
+
+def test_names_are_no_patterns(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "text").mkdir()
+    names = ("page[1].txt", "page1.txt", "a*.txt", "ab.txt")
+    for name in names:
+        (tmp_path / "text" / name).write_text(f"the text of {name}")
+    data = local_text(tmp_path / "text")
+    assert {file.name for file in local_files(data)} == set(names)
+    documents = Documents(Recipe(**text_recipe(tmp_path, carry=False, data=data, held_out_in=1)))
+    assert sorted(documents.held_out()) == sorted(f"the text of {name}" for name in names)
+    before = digest_of(local_files(data))
+    (tmp_path / "text" / "ab.txt").write_text("another text")
+    assert digest_of(local_files(data)) != before
+    (tmp_path / "text" / "a::b.txt").touch()
+    with pytest.raises(ValueError, match="no name may have ::"):
+        local_text(tmp_path / "text")
+
+
+def test_a_process_without_documents_waits_for_the_next_epoch(recipe):
+    """Eight processes share few documents: in some epochs one of them has none."""
+    if Documents(recipe).streams:
+        pytest.skip("a stream is not dealt out anew")
+    for rank in range(8):
+        documents = Documents(recipe, rank, 8)
+        documents.table = documents.table.select(range(12))
+        assert len(list(itertools.islice(documents, 40))) == 40
 
 
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}

@@ -104,7 +104,7 @@ def test_text_that_is_all_held_out_is_refused_before_a_run_begins(tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--text", "bad.txt"], "train: --text is bad.txt, but bad.txt is not text in UTF-8"),
+        (["--text", "bad.txt"], "bad.txt is not text in UTF-8"),
         pytest.param(
             ["--text", "text", "--set", "model={model_type: mamba}", "--set", "carry=false"],
             "train: isolate is true, but must be false: mamba lets documents of a row see",

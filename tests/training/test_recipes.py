@@ -149,6 +149,7 @@ def test_embeddings_are_spared_where_the_recipe_says_so():
         ({"betas": 0.9}, "betas is 0.9, but must be list"),
         ({"betas": [0.9]}, "betas is [0.9], but must be two numbers from 0, below 1"),
         ({"betas": [0.9, 1.0]}, "betas is [0.9, 1.0], but must be two numbers from 0, below 1"),
+        ({"seed": -1}, "seed is -1, but must be at least 0, below 2^64"),
         ({"clip": 0.0}, "clip is 0.0, but must be above 0"),
         ({"clip": float("nan")}, "clip is nan, but must be above 0"),
         ({"learning_rate": float("inf")}, "learning_rate is inf, but must be above 0"),
