@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(CellTile<Cell>::kThreads) tile_kernel(
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   using Tile = CellTile<Cell>;
   constexpr int kGates = Cell::kGates;
-  extern __shared__ uint4 cell_shared[];
-  const uint32_t stages = shared_address(cell_shared);
+  extern __shared__ __align__(16) char memory[];
+  const uint32_t stages = shared_address(memory);
   pdl_wait();
   const int64_t first_unit = int64_t(blockIdx.x % unit_blocks) * Tile::kUnits;
   const int64_t first = int64_t(blockIdx.x / unit_blocks) * Tile::kColumns;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(CellTile<Cell>::kThreads) tile_kernel(
   // The sums cross shared memory, so that neighbouring threads run the cells of neighbouring units.
   copy_wait<0>();
   __syncthreads();
-  float* shared = reinterpret_cast<float*>(cell_shared);
+  float* shared = reinterpret_cast<float*>(memory);
 #pragma unroll
   for (int m = 0; m < Tile::kSums; ++m) {
 #pragma unroll
