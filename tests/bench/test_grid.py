@@ -144,7 +144,7 @@ def times(ratio: float) -> measure.Times:
 def test_a_run_goes_on_where_it_stopped(run, tmp_path, monkeypatch, capsys):
     timed = []
     monkeypatch.setattr(
-        measure, "measure", lambda call, device: (timed.append(call), times(2.0))[1]
+        measure, "measure", lambda call, device, states: (timed.append(call), times(2.0))[1]
     )
     threads = torch.get_num_threads()
     options = ("--device", "cpu", "--threads", threads, "--folder", tmp_path, "--commit", "abc")
@@ -162,8 +162,18 @@ def test_a_run_goes_on_where_it_stopped(run, tmp_path, monkeypatch, capsys):
         assert len(list(csv.DictReader(file))) == 15
 
 
+@pytest.mark.parametrize("net", draw.NETS)
+def test_calls_with_states_compute_the_same(net):
+    """The states have the shapes that torch.nn asks for, in every net."""
+    call = draw.Call(net, 2, 1 if net in draw.CELLS else 3, 8, "exact", "inference")
+    modules, x = measure.make_modules(call, "cpu"), measure.make_input(call, "cpu")
+    hx = measure.make_states(call, modules["torch"], "cpu")
+    steps = (measure.make_step(modules[name], x, hx, call.mode) for name in ("torch", "auto"))
+    torch.testing.assert_close(*(step() for step in steps))
+
+
 def test_a_slow_call_fails_the_run(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "measure", lambda call, device: times(0.5))
+    monkeypatch.setattr(measure, "measure", lambda call, device, states: times(0.5))
     with pytest.raises(SystemExit, match=r"3 of 3 calls are below 0\.95"):
         run("bench_grid", "--device", "cpu", "--calls", "3", "--threads", torch.get_num_threads())
 
