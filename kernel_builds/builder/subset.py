@@ -29,7 +29,7 @@ SUBSET = {
         "batch": ("gru",),
         "wide": ("gru",),
         "step": ("gru", "rnn", "slstm"),
-        "cell": ("gru", "lstm"),
+        "cell": ("gru", "rnn"),
         "cut": ("gru", "slstm"),
     }
 }
