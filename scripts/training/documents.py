@@ -147,7 +147,7 @@ class Documents:
 
     def _has_any(self, one_in: int) -> bool:
         """Whether a later epoch may bring this process a document: a table is dealt out anew."""
-        texts = () if self.streams else (row[self.column] for row in self.table)
+        texts = self.table[self.column] if not self.streams and self.rank < len(self.table) else ()
         return any(text.strip() and not is_held_out(text, one_in) for text in texts)
 
     def _stream(self):

@@ -37,9 +37,7 @@ class Training:
         self.checkpoints = Checkpoints(run / "checkpoints", accelerator, *parts)
         # all there is besides model, optimizer, scheduler and random numbers
         self.progress = {"step": 0, "carried": None, "losses": [], "norms": [], "seconds": 0.0}
-        if (
-            accelerator.process_index
-        ):  # the weights are the same in all processes, dropout's masks not
+        if accelerator.process_index:  # the same weights in all processes, but other dropout masks
             torch.manual_seed((recipe.seed + accelerator.process_index * 2**32) % 2**64)
         if checkpoints_in(run / "checkpoints"):
             self.progress, damaged = self.checkpoints.load()

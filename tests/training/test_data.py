@@ -172,6 +172,9 @@ def test_a_process_without_documents_waits_for_the_next_epoch(recipe):
         documents = Documents(recipe, rank, 8)
         documents.table = documents.table.select(range(12))
         assert len(list(itertools.islice(documents, 40))) == 40
+    documents.table = documents.table.select(range(7))  # no epoch has one for the eighth process
+    with pytest.raises(ValueError, match="no training document for process 7"):
+        next(iter(documents))
 
 
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}

@@ -38,7 +38,7 @@ enum class DweightBy { kKernel, kHeads, kGates };
 // cuBLAS computes the gates of one head, or a single gate, as one product, which is faster than our
 // kernel everywhere. The gates of several heads are a batch of products, whose sums it does not
 // divide among thread blocks, so they are fast with few rows or wide heads only. One product for
-// each gate pays off from `least` multiplications on. Fitted to 2,400 calls of two heads on an H200
+// each gate pays off from `least` multiplications on. Fitted to 2,551 calls of two heads on an H200
 // (NOTEBOOK.md, "The gradient of the recurrent weight").
 inline DweightBy dweight_by(int64_t heads, int64_t gates, int64_t P, int64_t rows, Dtype dtype,
                             bool tf32) {
